@@ -1,0 +1,101 @@
+"""Distributed tests as one function: `run_distributed(fn, world_size, *args)`.
+
+Workers are real processes on gloo, started once and shared by all tests. Each call gets a fresh
+process group, so that no test inherits groups or unfinished collectives of another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("spawn")
+_workers: list[_Worker] = []
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        fn, world_size, store_path, timeout, args = job
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store_path, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
+            torch.manual_seed(1234 + rank)
+            result = fn(rank, world_size, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+            # The state of the group is unknown after a failure: this worker ends and a new one is started.
+            os._exit(1)
+
+
+class _Worker:
+    def __init__(self, rank: int) -> None:
+        self.connection, child = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(rank, child), daemon=True)
+        self.process.start()
+        child.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _stop_all() -> None:
+    while _workers:
+        _workers.pop().stop()
+
+
+atexit.register(_stop_all)
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Runs `fn(rank, world_size, *args)` on `world_size` gloo processes.
+
+    `fn` is a module-level function; `args` and what it returns are pickled. Returns the results in
+    rank order. Raises AssertionError with the traceback of every rank that failed or hung.
+    """
+    while len(_workers) < world_size:
+        _workers.append(_Worker(len(_workers)))
+    with tempfile.TemporaryDirectory(prefix="cpmoe-test-") as folder:
+        job = (fn, world_size, os.path.join(folder, "store"), timeout, args)
+        for worker in _workers[:world_size]:
+            worker.connection.send(job)
+        results, failures = [], []
+        for rank, worker in enumerate(_workers[:world_size]):
+            ok, value = False, f"no answer within {timeout} s"
+            try:
+                # The first job also pays for the worker's imports.
+                if worker.connection.poll(timeout + 60 if not failures else 5):
+                    ok, value = worker.connection.recv()
+            except EOFError:
+                value = "the process died"
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank} of {world_size}:\n{value}")
+    if failures:
+        _stop_all()
+        raise AssertionError("\n".join(failures))
+    return results
