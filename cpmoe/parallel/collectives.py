@@ -21,7 +21,7 @@ class PendingAllToAll:
 
     # Joins Start and Wait in the autograd graph. Empty, since the rows in flight have one shape in
     # forward and another in backward.
-    token: Tensor
+    token: Tensor | None
 
     def __init__(self, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> None:
         self.input_splits = input_splits
@@ -92,4 +92,5 @@ def all_to_all_start(
 
 def all_to_all_wait(pending: PendingAllToAll) -> Tensor:
     """Waits for the rows of `all_to_all_start`: [R_out, ...], blocks in the order of the group's ranks."""
-    return _AllToAllWait.apply(pending.token, pending)
+    token, pending.token = pending.token, None  # else the handle and its graph would keep each other alive
+    return _AllToAllWait.apply(token, pending)

@@ -51,7 +51,7 @@ def _interleaved(rank: int, world_size: int):
     names = {}
 
     def recorded_launch(self, rows, *, transposed):
-        events.append(("launch", names.setdefault(id(self), "ab"[len(names)])))
+        events.append(("launch", names.setdefault(id(self), "a" if not names else "b")))
         return launch(self, rows, transposed=transposed)
 
     def recorded_wait(self):
