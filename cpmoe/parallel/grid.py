@@ -9,6 +9,7 @@ N ranks carry two decompositions of the same world:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 AXES = ("ep", "cp", "dp")
@@ -79,6 +80,10 @@ class RankGrid:
     def expert_rank(self, rank: int) -> int:
         return rank // self.expert_stride % self.expert_parallel_size
 
+    def replica_rank(self, rank: int) -> int:
+        block = rank // (self.expert_stride * self.expert_parallel_size)
+        return block * self.expert_stride + rank % self.expert_stride
+
     def ring_ranks(self) -> list[list[int]]:
         """One list per ring, DP lists of CP ranks; the place in a list is the context rank."""
         return self._gather(self.data_rank, self.data_parallel_size)
@@ -105,7 +110,7 @@ class RankGrid:
         cp_first = self.rank_order.index("cp") < self.rank_order.index("dp")
         return 1 if cp_first else self.data_parallel_size
 
-    def _gather(self, key, count: int) -> list[list[int]]:
+    def _gather(self, key: Callable[[int], int], count: int) -> list[list[int]]:
         lists: list[list[int]] = [[] for _ in range(count)]
         for rank in range(self.world_size):
             lists[key(rank)].append(rank)
