@@ -1,0 +1,210 @@
+"""The mixture-of-experts layer: phases that a scheduler can interleave, and `forward` that runs them.
+
+Shape letters: B batch, T local tokens, M model dim, E global experts, K top-k, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpmoe.config.recipe import ModelConfig
+from cpmoe.moe.dispatch import (
+    CountExchange,
+    Permutation,
+    RowSplits,
+    permute,
+    regroup,
+    sort_by_expert,
+    ungroup,
+    unpermute,
+)
+from cpmoe.moe.experts import Experts
+from cpmoe.moe.replay import RoutingReplay
+from cpmoe.moe.router import Router, Routing, count_rows
+from cpmoe.parallel.collectives import PendingAllToAll, all_to_all_start, all_to_all_wait
+from cpmoe.parallel.groups import Groups
+
+
+class MoEStats(NamedTuple):
+    """Sums over this rank's real tokens, for the losses and the log; the caller sums them over ranks.
+
+    probs_sum_E  float32 (float64 in a float64 model) [E], with gradient: router probabilities
+    zsum         scalar of the same type, with gradient: squared logsumexp of the router's logits
+    counts_E     int64 [E], no gradient: rows routed to each global expert
+    """
+
+    probs_sum_E: Tensor
+    zsum: Tensor
+    counts_E: Tensor
+
+
+@dataclass
+class MoEState:
+    """One call of a layer (of one slice) between its phases. A phase takes what it needs and lets it go."""
+
+    x_TM: Tensor
+    shape: torch.Size
+    replay: RoutingReplay | None
+    routing: Routing
+    stats: MoEStats
+    exchange: CountExchange | None = None
+    splits: RowSplits | None = None
+    permutation: Permutation | None = None
+    rows_RM: Tensor | None = None
+    pending: PendingAllToAll | None = None
+    shared_TM: Tensor | None = None
+
+
+class SharedExpert(nn.Module):
+    """The SwiGLU that every token passes (DeepSeek-MoE; Dai et al., 2024)."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x_TM: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TM)) * self.up_proj(x_TM))
+
+
+class MoELayer(nn.Module):
+    """Dropless top-k mixture of experts, experts split over `groups.expert`.
+
+    Rank r holds the experts expert_rank(r) · E/EP to (expert_rank(r) + 1) · E/EP - 1. Rows travel on
+    `groups.expert`, counts on `groups.meta`; all ranks of both call the layer together, also with no
+    token at all. The balance losses are not computed here: see `MoEStats` and balance.py.
+
+    Raises ValueError where the expert-parallel degree does not divide the experts, and for `experts_backend`
+    as `Experts` does.
+    """
+
+    def __init__(self, config: ModelConfig, groups: Groups, experts_backend: str = "auto") -> None:
+        super().__init__()
+        degree = groups.grid.expert_parallel_size
+        if config.num_experts % degree:
+            raise ValueError(
+                f"cpmoe.expert_parallel_size = {degree}: must divide model.num_experts {config.num_experts}"
+            )
+        local = config.num_experts // degree
+        self.router = Router(
+            config.hidden_size, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+        )
+        self.experts = Experts(
+            local,
+            groups.grid.expert_rank(groups.rank) * local,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.initializer_range,
+            experts_backend,
+        )
+        self.shared_expert = (
+            SharedExpert(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
+            if config.n_shared_experts
+            else None
+        )
+        self.groups = groups
+        self.num_experts = config.num_experts
+
+    def forward(
+        self, x_BTM: Tensor, mask_BT: Tensor | None = None, replay: RoutingReplay | None = None
+    ) -> tuple[Tensor, MoEStats]:
+        """x_BTM [B, T, M]; mask_BT bool [B, T] is False at padding, which is not routed (None: none)."""
+        state = self.route(x_BTM, mask_BT, replay)
+        self.exchange_counts(state)
+        self.permute(state)
+        self.dispatch_start(state)
+        self.run_shared_expert(state)
+        self.dispatch_wait(state)
+        self.run_experts(state)
+        self.combine_start(state)
+        self.combine_wait(state)
+        return self.unpermute(state), state.stats
+
+    def route(self, x_BTM: Tensor, mask_BT: Tensor | None, replay: RoutingReplay | None) -> MoEState:
+        """Chooses experts and begins a call. `forward` documents the arguments."""
+        x_TM = x_BTM.flatten(0, 1)
+        routing = self.router(x_TM, None if mask_BT is None else mask_BT.flatten(), replay)
+        stats = MoEStats(
+            probs_sum_E=routing.probs_TE.sum(0),
+            zsum=routing.logsumexp_T.square().sum(),
+            counts_E=count_rows(routing.indices_TK, self.num_experts),
+        )
+        return MoEState(x_TM, x_BTM.shape, replay, routing, stats)
+
+    def exchange_counts(self, state: MoEState) -> None:
+        """Starts telling the ranks of `groups.meta` how many rows come; a replayed call knows already."""
+        if state.replay is not None and state.replay.splits is not None:
+            state.splits = state.replay.splits
+        else:
+            state.exchange = CountExchange(state.stats.counts_E, self.groups.meta)
+
+    def permute(self, state: MoEState) -> None:
+        """Copies tokens to rows, sorted by global expert."""
+        state.permutation = sort_by_expert(state.routing.indices_TK)
+        state.rows_RM = permute(state.x_TM, state.permutation)
+
+    def dispatch_start(self, state: MoEState) -> None:
+        """Reads the counts on the host and launches the rows on `groups.expert`."""
+        if state.splits is None:
+            assert state.exchange is not None
+            state.splits = state.exchange.splits()
+            if state.replay is not None:
+                state.replay.splits = state.splits
+        assert state.rows_RM is not None
+        num_rows = sum(state.splits.send)
+        if num_rows < len(state.rows_RM):
+            state.rows_RM = state.rows_RM[:num_rows]
+        if self.groups.expert is not None:
+            self._start(state, state.splits.send, state.splits.receive)
+
+    def run_shared_expert(self, state: MoEState) -> None:
+        """The shared expert, if there is one: needs nothing of other ranks, so it hides a transfer."""
+        if self.shared_expert is not None:
+            state.shared_TM = self.shared_expert(state.x_TM)
+
+    def dispatch_wait(self, state: MoEState) -> None:
+        """Waits for the rows of this rank's experts."""
+        if self.groups.expert is not None:
+            self._wait(state)
+
+    def run_experts(self, state: MoEState) -> None:
+        """The experts of this rank on the rows that came, each expert's rows together."""
+        assert state.splits is not None and state.rows_RM is not None
+        blocks = state.splits.blocks
+        state.rows_RM = regroup(state.rows_RM, blocks)
+        state.rows_RM = ungroup(self.experts(state.rows_RM, state.splits), blocks)
+
+    def combine_start(self, state: MoEState) -> None:
+        """Launches the rows on their way back."""
+        if self.groups.expert is not None:
+            assert state.splits is not None
+            self._start(state, state.splits.receive, state.splits.send)
+
+    def combine_wait(self, state: MoEState) -> None:
+        """Waits for the rows of this rank's tokens."""
+        if self.groups.expert is not None:
+            self._wait(state)
+
+    def unpermute(self, state: MoEState) -> Tensor:
+        """Weights and sums the rows of each token, adds the shared expert: [B, T, M]."""
+        assert state.rows_RM is not None and state.permutation is not None
+        y_TM = unpermute(state.rows_RM, state.routing.weights_TK, state.permutation)
+        if state.shared_TM is not None:
+            y_TM = y_TM + state.shared_TM
+        return y_TM.view(state.shape)
+
+    def _start(self, state: MoEState, send: list[int], receive: list[int]) -> None:
+        assert state.rows_RM is not None and self.groups.expert is not None
+        state.pending = all_to_all_start(state.rows_RM, send, receive, self.groups.expert)
+        state.rows_RM = None
+
+    def _wait(self, state: MoEState) -> None:
+        assert state.pending is not None
+        state.rows_RM = all_to_all_wait(state.pending)
+        state.pending = None
