@@ -18,6 +18,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class DocumentSource:
         self.skipped = dict.fromkeys(self.skipped, 0)
         found = 0
         for text in self._texts():
-            if not text:
+            if not text or text.isspace():
                 self.skipped["empty"] += 1
                 continue
             if found == self._data.max_documents:
@@ -112,25 +113,28 @@ class DocumentSource:
             files = [str(file) for file in self._files]
             return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         name, _, configuration = self._data.source.partition(":")
-        try:
+        with self._naming_the_source(f"no such file or folder, and the hub did not give it ({LEGAL})"):
             return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            # Not found, no network, offline mode, no such configuration: `datasets` has no common base.
-            raise ValueError(
-                f"data.source = {self._data.source!r}: no such local file or folder, and reading it from the "
-                f"hub failed: {type(error).__name__}: {error}; {LEGAL}"
-            ) from error
 
     def _column(self, rows: Any, column: str) -> Iterator[Any]:
-        checked = False
+        batches = rows.iter(batch_size=ROWS_PER_READ)
+        while True:
+            with self._naming_the_source("reading it failed"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._check_column(batch, column)
+            yield from batch[column]
+
+    @contextmanager
+    def _naming_the_source(self, problem: str) -> Iterator[None]:
         try:
-            for batch in rows.iter(batch_size=ROWS_PER_READ):
-                if not checked:
-                    self._check_column(batch, column)
-                    checked = True
-                yield from batch[column]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data.source = {self._data.source!r}: is not UTF-8 text: {error}") from error
+            yield
+        # Formats, file systems and the hub's client each raise their own; they share no base.
+        except Exception as error:
+            raise ValueError(
+                f"data.source = {self._data.source!r}: {problem}: {type(error).__name__}: {error}"
+            ) from error
 
     def _check_column(self, batch: dict[str, list[Any]], column: str) -> None:
         if column not in batch:

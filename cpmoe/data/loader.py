@@ -127,5 +127,4 @@ def heldout_batches(
 
 
 def _stack(sequences: list[PackedSequence]) -> SequenceBatch:
-    fields = [torch.from_numpy(np.stack(field)) for field in zip(*sequences, strict=True)]
-    return SequenceBatch(*fields)
+    return SequenceBatch._make(torch.from_numpy(np.stack(field)) for field in zip(*sequences, strict=True))

@@ -10,6 +10,7 @@ Shapes: S sequence, N documents, C documents (or parts of them) in one window.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +109,9 @@ class HeldoutDataset:
 
     def __len__(self) -> int:
         return self._num_sequences
+
+    def __iter__(self) -> Iterator[PackedSequence]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> PackedSequence:
         if not 0 <= index < self._num_sequences:

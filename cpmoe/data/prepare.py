@@ -5,10 +5,12 @@ Held-out documents are chosen by a hash of their text, so identical texts are al
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import shutil
-import tempfile
+import time
+import uuid
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,26 +59,24 @@ def prepare(data: DataConfig, *, force: bool = False) -> Path:
     source, where it holds something else, and for everything that DocumentSource and load_tokenizer refuse.
     """
     folder = Path(data.path)
+    _check_place(data, folder)
+    if (folder / META_FILE).exists() and not force:
+        # No lock: a folder that is there is complete, and may lie on a read-only file system.
+        _check_same(data, open_prepared(folder).meta)
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"data.path = {data.path!r}: is a file; it must be a folder or not exist yet")
-        occupied = folder.is_dir() and any(folder.iterdir())
-        if occupied and not (folder / META_FILE).exists():
-            raise ValueError(
-                f"data.path = {data.path!r}: the folder holds something else than prepared data; "
-                "choose a path that does not exist yet"
-            )
-        if occupied and not force:
+        if (folder / META_FILE).exists() and not force:
             _check_same(data, open_prepared(folder).meta)
             return folder
-        for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
             shutil.rmtree(leftover)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+        partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex}")
+        partial.mkdir()
         try:
             _write(data, partial)
-            partial.chmod(0o755)
-            if occupied:
+            _sync(partial)
+            if folder.exists():
                 # The name of a leftover, so that the next call clears it away if this one is killed here.
                 replaced = partial.with_name(f"{partial.name}-replaced")
                 folder.rename(replaced)
@@ -87,6 +87,23 @@ def prepare(data: DataConfig, *, force: bool = False) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _check_place(data: DataConfig, folder: Path) -> None:
+    """Raises ValueError where writing to `folder` would destroy or read something else than prepared data."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"data.path = {data.path!r}: is a file; it must be a folder or not exist yet")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / META_FILE).exists():
+        raise ValueError(
+            f"data.path = {data.path!r}: the folder holds something else than prepared data; "
+            "choose a path that does not exist yet"
+        )
+    source = Path(data.source).expanduser()
+    if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"data.path = {data.path!r}: lies inside data.source = {data.source!r} and would be read as "
+            "documents; choose a path outside"
+        )
 
 
 def _write(data: DataConfig, folder: Path) -> None:
@@ -112,8 +129,6 @@ def _write(data: DataConfig, folder: Path) -> None:
             lengths_N, hashes_N, checksum = _tokenise(
                 _watched(source, progress, task), tokenizer, dtype, data.seed, file
             )
-            file.flush()
-            os.fsync(file.fileno())
     splits = dict(zip(SPLITS, split_documents(hashes_N, data.heldout_fraction), strict=True))
     np.save(folder / OFFSETS_FILE, np.concatenate(([0], np.cumsum(lengths_N, dtype=np.int64))))
     for split, chosen_N in splits.items():
@@ -133,10 +148,17 @@ def _write(data: DataConfig, folder: Path) -> None:
     ).save(folder)
 
 
+def _sync(folder: Path) -> None:
+    """Brings every file to the disk, so that a crash after the rename finds them whole."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def _tokenise(
     texts: Iterator[str], tokenizer: Tokenizer, dtype: np.dtype, seed: int, file: BinaryIO
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Appends all tokens to `file`. Returns lengths (int64) and hashes (uint64) of documents, and a checksum."""
+    """Appends all tokens to `file`. Returns the documents' lengths (int64) and hashes (uint64), a checksum."""
     lengths, hashes, digest = array("q"), array("Q"), token_digest()
     for batch in _batches(texts):
         encoded = tokenizer.encode_batch(batch)
@@ -209,12 +231,17 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _watched(texts: Iterable[str], progress: Progress, task: TaskID) -> Iterator[str]:
-    characters = 0
+    documents = characters = 0
+    shown = 0.0
     for text in texts:
-        characters += len(text)
-        progress.update(task, advance=1, amount=f"{characters / 1e6:,.1f} M characters")
+        documents, characters = documents + 1, characters + len(text)
+        # An update costs more than a short document.
+        if time.monotonic() - shown > 0.1:
+            shown = time.monotonic()
+            progress.update(task, completed=documents, amount=f"{characters / 1e6:,.1f} M characters")
         yield text
-    progress.update(task, total=progress.tasks[task].completed)
+    amount = f"{characters / 1e6:,.1f} M characters"
+    progress.update(task, completed=documents, total=documents, amount=amount)
 
 
 def _check_same(data: DataConfig, meta: Meta) -> None:

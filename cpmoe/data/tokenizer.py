@@ -97,7 +97,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """ "bytes" or the path of a `tokenizer.json` (or of its folder).
+    """ "bytes" or the path of a `tokenizer.json`.
 
     Its end-of-document token is the `eos_token` of a tokenizer_config.json beside it, else the first of
     END_OF_DOCUMENT_NAMES that it knows. Raises ValueError where the file is missing or has no such token.
@@ -127,8 +127,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_path(name: str) -> Path:
     """The file that `data.tokenizer` names. Raises ValueError where there is none."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {name!r}: no such file; {LEGAL}")
     return path
