@@ -77,6 +77,6 @@ def _nccl_options(settings: dict[str, Any] | None) -> Any:
     for name, value in settings.items():
         if name == "is_high_priority_stream":
             options.is_high_priority_stream = value
-        else:
+        elif value is not None:
             setattr(options.config, name, value)
     return options

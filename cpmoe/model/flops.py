@@ -1,0 +1,25 @@
+"""Floating-point operations of a training step, for the utilisation that is printed."""
+
+from __future__ import annotations
+
+from cpmoe.config.recipe import ModelConfig
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward per token of a sequence of `seq_len` tokens.
+
+    Matrix products only, a multiply-add counts two, backward twice forward. Attention is halved for
+    causality; document boundaries and recomputation are not counted (the usual definition of MFU,
+    Chowdhery et al., 2022, appendix B, with the causal half).
+    """
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    attention = 2 * heads * head_dim * seq_len / 2
+    dense = 3 * hidden * config.intermediate_size
+    expert = 3 * hidden * config.moe_intermediate_size
+    sparse = hidden * config.num_experts + expert * (config.num_experts_per_tok + config.n_shared_experts)
+    num_dense = config.first_k_dense_replace
+    num_sparse = config.num_hidden_layers - num_dense
+    layers = config.num_hidden_layers * (projections + attention) + num_dense * dense + num_sparse * sparse
+    return 3 * 2 * (layers + hidden * config.vocab_size)

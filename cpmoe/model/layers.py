@@ -1,0 +1,102 @@
+"""The parts of a decoder block: norm, rotary embedding, context-parallel attention, dense MLP.
+
+Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim, M model dim, I MLP width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpmoe.attention.allgather import allgather_attention
+from cpmoe.attention.plan import AttentionPlan
+from cpmoe.attention.ring import ring_attention
+from cpmoe.config.recipe import ModelConfig
+from cpmoe.parallel.groups import Groups
+
+STRATEGIES = {"ring": ring_attention, "allgather": allgather_attention}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dim, in float32 or wider inside (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of the rotary angles, [B, T, 1, D/2], shared by all layers of a forward."""
+
+    cos_BT1D: Tensor
+    sin_BT1D: Tensor
+
+
+def rotary_angles(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Angles position · theta^(-2i/D) of RoPE (Su et al., 2021), from positions inside the document.
+
+    The product is taken in float64: in float32 it is off by 0.06 rad at a position of a million.
+    Cosines and sines are returned in float32 or, for float64 models, float64.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_BT.device) / head_dim
+    angles_BTD = positions_BT[..., None].double() * theta**-exponents
+    wide = torch.promote_types(dtype, torch.float32)
+    return Rotary(angles_BTD.cos().to(wide)[:, :, None], angles_BTD.sin().to(wide)[:, :, None])
+
+
+def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
+    """Applies RoPE to the two halves of the head dim (the layout of HF Llama); keeps the dtype."""
+    first, second = x_BTHD.chunk(2, dim=-1)
+    cos, sin = rotary
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_BTHD.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a sequence that is split over the `ring` group."""
+
+    def __init__(self, config: ModelConfig, groups: Groups, strategy: str, backend: str) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+        self.groups = groups
+        self.attend = STRATEGIES[strategy]
+        self.backend = backend
+
+    def forward(self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan) -> Tensor:
+        """x_BTM [B, T, M] → [B, T, M]; KV travels on `ring`, its gradient on `ring_grad`."""
+        heads = (*x_BTM.shape[:2], -1, self.head_dim)
+        q_BTHD = rotate(self.q_norm(self.q_proj(x_BTM).view(heads)), rotary)
+        k_BTGD = rotate(self.k_norm(self.k_proj(x_BTM).view(heads)), rotary)
+        v_BTGD = self.v_proj(x_BTM).view(heads)
+        out_BTHD = self.attend(
+            q_BTHD, k_BTGD, v_BTGD, plan, self.groups.ring, self.groups.ring_grad, self.backend
+        )
+        return self.o_proj(out_BTHD.flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)): the MLP of a dense layer (Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x_BTM: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTM)) * self.up_proj(x_BTM))
