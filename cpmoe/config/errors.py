@@ -58,7 +58,18 @@ def show(value: object) -> str:
         return f'"{value}"'
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(show(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in value.items())}}}"
     return str(value)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending; none of 0."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def join_numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def unknown_key(path: str, names: Iterable[str], value: object = UNSET, source: str = "") -> Problem:

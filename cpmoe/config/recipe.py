@@ -6,42 +6,23 @@ a number), frozen, and refuses unknown keys. Field names of the model are those 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from cpmoe.config.errors import Problem, raise_if_any
-
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-
-
-def _number_from_text(value: object) -> object:
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-
-
-def _zero_from_auto(value: object) -> object:
-    return 0 if value == "auto" else value
-
-
-def _tuple_from_list(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Number = Annotated[float, BeforeValidator(_number_from_text), Field(allow_inf_nan=False)]
-Fraction = Annotated[Number, Field(ge=0, le=1)]
-Decay = Annotated[Number, Field(ge=0, lt=1)]
-NonNegative = Annotated[Number, Field(ge=0)]
-Positive = Annotated[Number, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-CountOrAuto = Annotated[int, BeforeValidator(_zero_from_auto), Field(ge=0)]
-
-
-class Block(BaseModel):
-    """A strict, frozen block of settings."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
+from cpmoe.config.errors import Problem, divisors, join_numbers, raise_if_any
+from cpmoe.config.types import (
+    Block,
+    Count,
+    CountOrAuto,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    tuple_from_list,
+)
 
 
 class ModelConfig(Block):
@@ -82,7 +63,7 @@ class ModelConfig(Block):
                     "num_attention_heads",
                     f"must divide hidden_size {self.hidden_size} where head_dim is not given",
                     heads,
-                    _divisors_text(self.hidden_size),
+                    join_numbers(divisors(self.hidden_size)),
                 )
             )
         elif self.head_dim % 2:
@@ -91,7 +72,9 @@ class ModelConfig(Block):
             )
         if heads % kv_heads:
             constraint = f"must divide num_attention_heads {heads}"
-            problems.append(Problem("num_key_value_heads", constraint, kv_heads, _divisors_text(heads)))
+            problems.append(
+                Problem("num_key_value_heads", constraint, kv_heads, join_numbers(divisors(heads)))
+            )
         if self.num_experts_per_tok > self.num_experts:
             constraint = f"must not exceed num_experts {self.num_experts}"
             legal = f"1 to {self.num_experts}"
@@ -114,8 +97,9 @@ class DataConfig(Block):
 
     source: str = "python-stdlib"
     """A `datasets` hub name, a local text, jsonl or parquet path, or python-stdlib (needs no network)."""
-    tokenizer: Annotated[str, Field(pattern=r"^(bytes|bpe:[1-9]\d*|.+\.json)$")] = "bytes"
-    """bytes, bpe:SIZE (trained on the source), or the path of a tokenizer.json."""
+    tokenizer: Annotated[str, Field(pattern=r"^(bytes|bpe:[1-9]\d*|.+\.json)$")] = Field(
+        "bytes", description="bytes, bpe:SIZE (trained on the source), the path of a tokenizer.json"
+    )
     path: Annotated[str, Field(min_length=1)] = "data/python-stdlib-bytes"
     """Folder of the prepared, memory-mapped tokens."""
     seq_len: Annotated[int, Field(ge=2)]
@@ -132,7 +116,7 @@ class OptimConfig(Block):
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Positive
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_tuple_from_list)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_from_list)] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1
     momentum: Decay = 0.0
@@ -178,7 +162,3 @@ class Recipe(Block):
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
-
-
-def _divisors_text(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
