@@ -1,0 +1,110 @@
+"""All-gather attention: every rank gathers the KV of all and attends locally (Llama 3, arXiv 2407.21783).
+
+The naive strategy of the same interface as ring.py: nothing overlaps and all KV is held at once, which is
+right where KV is small.
+
+Shape letters: N ranks, B batch, T local tokens, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from cpmoe.attention.blocks import (
+    BlockBackend,
+    KeyValueBlock,
+    KeyValueGradient,
+    QueryGradient,
+    RunningSoftmax,
+    SavedForward,
+    select_backend,
+)
+from cpmoe.attention.inputs import check_inputs
+from cpmoe.attention.plan import AttentionPlan
+
+
+def allgather_attention(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    plan: AttentionPlan,
+    ring: ProcessGroup | None,
+    ring_grad: ProcessGroup | None,
+    backend: str = "auto",
+    scale: float | None = None,
+) -> Tensor:
+    """The same function, arguments and errors as `ring_attention`.
+
+    Forward and backward each gather KV [N, 2, B, T, G, D] in the input dtype on `ring`; backward sends
+    every rank's dKV home on `ring_grad` in float32 (float64 for float64). All ranks of the ring call it.
+    """
+    check_inputs(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad)
+    blocks = select_backend(backend, q_BTHD, k_BTGD)
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    return _AllGatherAttention.apply(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, blocks, scale)
+
+
+def _gather(k_BTGD: Tensor, v_BTGD: Tensor, group: ProcessGroup | None) -> Tensor:
+    packed = torch.stack((k_BTGD, v_BTGD))
+    if group is None:
+        return packed[None]
+    size = dist.get_world_size(group)
+    gathered = packed.new_empty((size, *packed.shape))
+    dist.all_gather(list(gathered.unbind()), packed, group=group)
+    return gathered
+
+
+def _send_home(parts: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum over ranks of parts[r], for this rank's r: a reduce-scatter that sums in one fixed order."""
+    if group is None:
+        return parts[0]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.sum(dim=0)
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        plan: AttentionPlan,
+        ring: ProcessGroup | None,
+        ring_grad: ProcessGroup | None,
+        blocks: BlockBackend,
+        scale: float,
+    ) -> Tensor:
+        gathered = _gather(k_BTGD, v_BTGD, ring)
+        state = RunningSoftmax(q_BTHD)
+        for hop in plan.hops:
+            block = KeyValueBlock(gathered[hop.source, 0], gathered[hop.source, 1], plan.all_tokens)
+            blocks.forward(q_BTHD, block, hop.rectangles, state, scale)
+        out_BTHD, lse_BTH = state.result()
+        out_BTHD = out_BTHD.to(q_BTHD.dtype)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH)
+        ctx.plan, ctx.ring, ctx.ring_grad, ctx.blocks, ctx.scale = plan, ring, ring_grad, blocks, scale
+        return out_BTHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_BTHD: Tensor):  # type: ignore[override]
+        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH = ctx.saved_tensors
+        plan = ctx.plan
+        gathered = _gather(k_BTGD, v_BTGD, ctx.ring)
+        saved = SavedForward(q_BTHD, grad_out_BTHD, out_BTHD, lse_BTH, ctx.scale)
+        dq = QueryGradient(q_BTHD)
+        parts = gathered.new_zeros(gathered.shape, dtype=lse_BTH.dtype)
+        for hop in plan.hops:
+            block = KeyValueBlock(gathered[hop.source, 0], gathered[hop.source, 1], plan.all_tokens)
+            dkv = KeyValueGradient(plan.all_tokens, plan.batch_size, k_BTGD)
+            ctx.blocks.backward(saved, block, hop.rectangles, dq, dkv)
+            parts[hop.source] = dkv.packed()
+        dk_BTGD, dv_BTGD = _send_home(parts, ctx.ring_grad)
+        dtype = q_BTHD.dtype
+        return dq.result().to(dtype), dk_BTGD.to(dtype), dv_BTGD.to(dtype), None, None, None, None, None

@@ -1,0 +1,170 @@
+"""What the blocks of one attention add up to: the running softmax and the gradients of q, k and v.
+
+The only place where partial results are merged, whatever backend computed them.
+
+Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cpmoe.attention.plan import Rectangle, TokenRanges
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: what partial results are kept and sent in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class KeyValueBlock:
+    """KV of one rank: k_BTGD, v_BTGD hold the source's local tokens `tokens`, in order."""
+
+    k_BTGD: Tensor
+    v_BTGD: Tensor
+    tokens: TokenRanges
+
+    def keys_values(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
+        """Views of the rectangle's keys and values."""
+        start = self.tokens.place(rectangle.k_start, rectangle.k_stop)
+        rows = slice(rectangle.batch_start, rectangle.batch_stop)
+        keys = slice(start, start + rectangle.k_stop - rectangle.k_start)
+        return self.k_BTGD[rows, keys], self.v_BTGD[rows, keys]
+
+
+def query_rows(rectangle: Rectangle) -> tuple[slice, slice]:
+    """Index of the rectangle's queries in a tensor [B, T, ...]."""
+    return slice(rectangle.batch_start, rectangle.batch_stop), slice(rectangle.q_start, rectangle.q_stop)
+
+
+class RunningSoftmax:
+    """Output and logsumexp over the keys seen so far; queries that saw none have 0 and −inf.
+
+    Merging is the log-sum-exp rule of blockwise attention (Liu et al., arXiv 2310.01889): a new part of
+    weight w = exp(lse_new − logaddexp(lse, lse_new)) moves the output by w · (out_new − out). Both are kept
+    in `accumulation_dtype`.
+    """
+
+    def __init__(self, q_BTHD: Tensor) -> None:
+        self._shape = q_BTHD.shape
+        self._dtype, self._device = accumulation_dtype(q_BTHD.dtype), q_BTHD.device
+        self._out_BTHD: Tensor | None = None
+        self._lse_BTH: Tensor | None = None
+
+    def merge(self, rectangle: Rectangle, out_BTHD: Tensor, lse_BTH: Tensor) -> None:
+        """Adds one rectangle's own attention, over its queries; may keep the tensors it is given."""
+        out_BTHD, lse_BTH = out_BTHD.to(self._dtype), lse_BTH.to(self._dtype)
+        if self._out_BTHD is None and out_BTHD.shape == self._shape:
+            self._out_BTHD, self._lse_BTH = out_BTHD, lse_BTH
+            return
+        running_out_BTHD, running_lse_BTH = self._tensors()
+        rows = query_rows(rectangle)
+        running_out_BTHD, running_lse_BTH = running_out_BTHD[rows], running_lse_BTH[rows]
+        if rectangle.opens:
+            running_out_BTHD.copy_(out_BTHD)
+            running_lse_BTH.copy_(lse_BTH)
+            return
+        # A sigmoid cannot overflow; its NaN, from −inf − −inf, is a query that still sees nothing.
+        weight_BTH = torch.sigmoid(lse_BTH - running_lse_BTH).nan_to_num_(nan=0.0)
+        running_out_BTHD.lerp_(out_BTHD, weight_BTH[..., None])
+        torch.logaddexp(running_lse_BTH, lse_BTH, out=running_lse_BTH)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out_BTHD, lse_BTH), in the accumulation dtype."""
+        return self._tensors()
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        if self._out_BTHD is None or self._lse_BTH is None:
+            self._out_BTHD = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._lse_BTH = torch.full(self._shape[:-1], -torch.inf, dtype=self._dtype, device=self._device)
+        return self._out_BTHD, self._lse_BTH
+
+
+@dataclass(frozen=True)
+class SavedForward:
+    """What every block of a backward pass reads.
+
+    q_BTHD, grad_out_BTHD, out_BTHD in the input dtype, lse_BTH in the accumulation dtype, all *global*: over
+    every key the query saw, so that a block's own gradient is exact by itself.
+    """
+
+    q_BTHD: Tensor
+    grad_out_BTHD: Tensor
+    out_BTHD: Tensor
+    lse_BTH: Tensor
+    scale: float
+
+    @cached_property
+    def delta_BTH(self) -> Tensor:
+        """rowsum(dO · O), once for all blocks (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
+        dtype = self.lse_BTH.dtype
+        return (self.grad_out_BTHD.to(dtype) * self.out_BTHD.to(dtype)).sum(dim=-1)
+
+
+class QueryGradient:
+    """dQ of all local queries, [B, T, H, D] in the accumulation dtype."""
+
+    def __init__(self, q_BTHD: Tensor) -> None:
+        self._shape = q_BTHD.shape
+        self._dtype, self._device = accumulation_dtype(q_BTHD.dtype), q_BTHD.device
+        self._sum_BTHD: Tensor | None = None
+
+    def add(self, rectangle: Rectangle, dq_BTHD: Tensor) -> None:
+        """Adds one rectangle's dQ; may keep the tensor it is given."""
+        if self._sum_BTHD is None and dq_BTHD.shape == self._shape:
+            self._sum_BTHD = dq_BTHD.to(self._dtype)
+        else:
+            self.result()[query_rows(rectangle)].add_(dq_BTHD)
+
+    def result(self) -> Tensor:
+        if self._sum_BTHD is None:
+            self._sum_BTHD = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum_BTHD
+
+
+class KeyValueGradient:
+    """dK and dV of the tokens of one block, packed [2, B, T, G, D] in the accumulation dtype.
+
+    `tokens` are the source's local tokens it holds.
+    """
+
+    def __init__(self, tokens: TokenRanges, batch_size: int, k_BTGD: Tensor) -> None:
+        shape = (2, batch_size, tokens.wire_tokens, *k_BTGD.shape[2:])
+        self._tokens = tokens
+        self._packed = torch.empty(shape, dtype=accumulation_dtype(k_BTGD.dtype), device=k_BTGD.device)
+        self._is_empty = True
+
+    def add(self, rectangle: Rectangle, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
+        """Adds one rectangle's dK and dV."""
+        start = self._tokens.place(rectangle.k_start, rectangle.k_stop)
+        rows = slice(rectangle.batch_start, rectangle.batch_stop)
+        self._add(rows, start, dk_BTGD, dv_BTGD)
+
+    def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
+        """Adds a packed gradient of some of these tokens."""
+        offset = 0
+        for start, stop in tokens.ranges:
+            part = packed[:, :, offset : offset + stop - start]
+            self._add(slice(None), self._tokens.place(start, stop), part[0], part[1])
+            offset += stop - start
+
+    def packed(self) -> Tensor:
+        if self._is_empty:
+            self._packed.zero_()
+            self._is_empty = False
+        return self._packed
+
+    def _add(self, rows: slice, start: int, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
+        if self._is_empty and dk_BTGD.shape == self._packed.shape[1:]:
+            self._packed[0].copy_(dk_BTGD)
+            self._packed[1].copy_(dv_BTGD)
+            self._is_empty = False
+            return
+        part = self.packed()[:, rows, start : start + dk_BTGD.shape[1]]
+        part[0].add_(dk_BTGD)
+        part[1].add_(dv_BTGD)

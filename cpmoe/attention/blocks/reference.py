@@ -1,0 +1,92 @@
+"""The definition of a block, with whole score matrices: any device and floating dtype, slow.
+
+Computes in float64 for float64 inputs, else in float32.
+
+Shape letters: B batch, T queries, U keys, G KV heads, R query heads per KV head, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpmoe.attention.blocks.accumulators import (
+    KeyValueBlock,
+    KeyValueGradient,
+    QueryGradient,
+    RunningSoftmax,
+    SavedForward,
+    accumulation_dtype,
+    query_rows,
+)
+from cpmoe.attention.plan import Rectangle
+
+
+class ReferenceBlocks:
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+        return None if q_BTHD.is_floating_point() else f"{q_BTHD.dtype} is not a floating dtype"
+
+    def forward(
+        self,
+        q_BTHD: Tensor,
+        block: KeyValueBlock,
+        rectangles: Sequence[Rectangle],
+        state: RunningSoftmax,
+        scale: float,
+    ) -> None:
+        dtype = accumulation_dtype(q_BTHD.dtype)
+        for rectangle in rectangles:
+            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
+            q_BTGRD = _grouped(q_BTHD[query_rows(rectangle)].to(dtype), k_BUGD.shape[2])
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scale, rectangle.causal)
+            lse_BGRT = torch.logsumexp(scores_BGRTU, dim=-1)
+            probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
+            out_BTGRD = torch.einsum("bgrtu,bugd->btgrd", probs_BGRTU, v_BUGD)
+            state.merge(rectangle, out_BTGRD.flatten(2, 3), lse_BGRT.flatten(1, 2).transpose(1, 2))
+
+    def backward(
+        self,
+        saved: SavedForward,
+        block: KeyValueBlock,
+        rectangles: Sequence[Rectangle],
+        dq: QueryGradient,
+        dkv: KeyValueGradient,
+    ) -> None:
+        dtype = saved.lse_BTH.dtype
+        for rectangle in rectangles:
+            rows = query_rows(rectangle)
+            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
+            num_kv_heads = k_BUGD.shape[2]
+            q_BTGRD = _grouped(saved.q_BTHD[rows].to(dtype), num_kv_heads)
+            grad_out_BTGRD = _grouped(saved.grad_out_BTHD[rows].to(dtype), num_kv_heads)
+            lse_BGRT = saved.lse_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
+            delta_BGRT = saved.delta_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scale, rectangle.causal)
+            probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
+            dprobs_BGRTU = torch.einsum("btgrd,bugd->bgrtu", grad_out_BTGRD, v_BUGD)
+            dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scale
+            dq.add(rectangle, torch.einsum("bgrtu,bugd->btgrd", dscores_BGRTU, k_BUGD).flatten(2, 3))
+            dkv.add(
+                rectangle,
+                torch.einsum("bgrtu,btgrd->bugd", dscores_BGRTU, q_BTGRD),
+                torch.einsum("bgrtu,btgrd->bugd", probs_BGRTU, grad_out_BTGRD),
+            )
+
+
+def _grouped(x_BTHD: Tensor, num_kv_heads: int) -> Tensor:
+    return x_BTHD.unflatten(2, (num_kv_heads, -1))
+
+
+def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scale: float, causal: bool) -> Tensor:
+    scores_BGRTU = torch.einsum("btgrd,bugd->bgrtu", q_BTGRD, k_BUGD) * scale
+    if causal:
+        hidden_TU = torch.ones(scores_BGRTU.shape[-2:], dtype=torch.bool, device=k_BUGD.device).triu(1)
+        scores_BGRTU.masked_fill_(hidden_TU, -torch.inf)
+    return scores_BGRTU
+
+
+def _probabilities(scores_BGRTU: Tensor, lse_BGRT: Tensor) -> Tensor:
+    """exp(scores − lse), 0 for queries that see nothing."""
+    return torch.exp(scores_BGRTU - torch.where(lse_BGRT == -torch.inf, 0.0, lse_BGRT)[..., None])

@@ -1,0 +1,151 @@
+"""Ring attention: KV blocks travel the ring while each rank attends to the block it holds.
+
+Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889, with the zigzag layout and
+rectangles of plan.py.
+
+Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from cpmoe.attention.blocks import (
+    BlockBackend,
+    KeyValueBlock,
+    KeyValueGradient,
+    QueryGradient,
+    RunningSoftmax,
+    SavedForward,
+    select_backend,
+)
+from cpmoe.attention.inputs import check_inputs
+from cpmoe.attention.plan import AttentionPlan, Transfer
+
+
+def ring_attention(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    plan: AttentionPlan,
+    ring: ProcessGroup | None,
+    ring_grad: ProcessGroup | None,
+    backend: str = "auto",
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks that `plan` shows them: out [B, T, H, D].
+
+    q [B, T, H, D], k and v [B, T, G, D] with H a multiple of G, of one floating dtype, any strides, equal in
+    shape on every rank; `plan` from `build_plan` for the same documents. `scale` defaults to D^-0.5. Queries
+    that see nothing (padding) give exactly 0. Outputs and gradients have the dtype of their input; sums over
+    blocks are kept, and dKV is sent, in float32 (float64 for float64).
+
+    Forward sends KV on `ring`. Backward sends KV again on `ring` from the second hop on (the first block
+    received is kept) and dKV on `ring_grad`. Both are None where the ring has one rank. All ranks of
+    the ring call it in the same order. Raises ValueError for inputs that do not fit the plan or the backend.
+    """
+    check_inputs(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad)
+    blocks = select_backend(backend, q_BTHD, k_BTGD)
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    return _RingAttention.apply(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, blocks, scale)
+
+
+class _Exchange:
+    """One transfer in flight: this rank's send and receive of `tokens`, packed [2, B, T, G, D]."""
+
+    def __init__(self, transfer: Transfer, sent: Tensor, group: ProcessGroup) -> None:
+        shape = (*sent.shape[:2], transfer.receive.wire_tokens, *sent.shape[3:])
+        self.tokens = transfer.receive
+        # Both sides of a transfer must outlive it.
+        self._sent = sent
+        self._received = sent.new_empty(shape)
+        to_rank = dist.get_global_rank(group, transfer.to_rank)
+        from_rank = dist.get_global_rank(group, transfer.from_rank)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, to_rank, group),
+                dist.P2POp(dist.irecv, self._received, from_rank, group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _start_fetch(transfer: Transfer, block: KeyValueBlock, group: ProcessGroup) -> _Exchange:
+    """Sends the tokens of `block` that the next hops need, K and V in one contiguous buffer."""
+    k_BTGD, v_BTGD, send = block.k_BTGD, block.v_BTGD, transfer.send
+    packed = k_BTGD.new_empty((2, k_BTGD.shape[0], send.wire_tokens, *k_BTGD.shape[2:]))
+    offset = 0
+    for start, stop in send.ranges:
+        length, place = stop - start, block.tokens.place(start, stop)
+        packed[0, :, offset : offset + length] = k_BTGD[:, place : place + length]
+        packed[1, :, offset : offset + length] = v_BTGD[:, place : place + length]
+        offset += length
+    return _Exchange(transfer, packed, group)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        plan: AttentionPlan,
+        ring: ProcessGroup,
+        ring_grad: ProcessGroup,
+        blocks: BlockBackend,
+        scale: float,
+    ) -> Tensor:
+        state = RunningSoftmax(q_BTHD)
+        block = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
+        rectangles, first_received = plan.own.rectangles, None
+        for hop in plan.remote:
+            fetching = _start_fetch(hop.fetch, block, ring)
+            blocks.forward(q_BTHD, block, rectangles, state, scale)
+            packed = fetching.wait()
+            first_received = packed if first_received is None else first_received
+            block, rectangles = KeyValueBlock(packed[0], packed[1], hop.fetch.receive), hop.rectangles
+        blocks.forward(q_BTHD, block, rectangles, state, scale)
+        out_BTHD, lse_BTH = state.result()
+        out_BTHD = out_BTHD.to(q_BTHD.dtype)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH, first_received)
+        ctx.plan, ctx.ring, ctx.ring_grad, ctx.blocks, ctx.scale = plan, ring, ring_grad, blocks, scale
+        return out_BTHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_BTHD: Tensor):  # type: ignore[override]
+        """Remote blocks first, own block last, so that the last dKV travels home behind it."""
+        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH, packed = ctx.saved_tensors
+        plan, blocks = ctx.plan, ctx.blocks
+        saved = SavedForward(q_BTHD, grad_out_BTHD, out_BTHD, lse_BTH, ctx.scale)
+        dq = QueryGradient(q_BTHD)
+        fetching, delivering = None, None
+        for hop, following in zip_longest(plan.remote, plan.remote[1:]):
+            packed = packed if fetching is None else fetching.wait()
+            block = KeyValueBlock(packed[0], packed[1], hop.fetch.receive)
+            if following is not None:
+                fetching = _start_fetch(following.fetch, block, ctx.ring)
+            dkv = KeyValueGradient(hop.deliver.send, q_BTHD.shape[0], k_BTGD)
+            blocks.backward(saved, block, hop.rectangles, dq, dkv)
+            if delivering is not None:
+                dkv.add_packed(delivering.tokens, delivering.wait())
+            delivering = _Exchange(hop.deliver, dkv.packed(), ctx.ring_grad)
+        own = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
+        dkv = KeyValueGradient(plan.all_tokens, q_BTHD.shape[0], k_BTGD)
+        blocks.backward(saved, own, plan.own.rectangles, dq, dkv)
+        if delivering is not None:
+            dkv.add_packed(delivering.tokens, delivering.wait())
+        dk_BTGD, dv_BTGD = dkv.packed()
+        dtype = q_BTHD.dtype
+        return dq.result().to(dtype), dk_BTGD.to(dtype), dv_BTGD.to(dtype), None, None, None, None, None

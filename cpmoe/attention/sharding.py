@@ -1,0 +1,73 @@
+"""A batch of whole sequences cut to the tokens of one context-parallel rank. No process group, no GPU.
+
+Shape letters: B batch, S full sequence, T local tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from cpmoe.attention.layout import LAYOUTS, padded_length, shard_indices
+from cpmoe.attention.plan import PADDING_DOCUMENT, AttentionPlan, build_plan
+
+__all__ = ["IGNORED_LABEL", "LAYOUTS", "SequenceShard", "padded_length", "shard_batch", "shard_indices"]
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """What one rank holds of a batch; all tensors int64 [B, T].
+
+    tokens_BT     token ids; 0 on padding
+    labels_BT     next token in the whole sequence, -100 where there is none
+    positions_BT  RoPE position: the token's place in its document
+    documents_BT  document ids; -1 on padding
+    plan          what this rank's attention computes and sends
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+    plan: AttentionPlan
+
+
+def shard_batch(
+    tokens_BS: Tensor,
+    labels_BS: Tensor,
+    positions_BS: Tensor,
+    documents_BS: Tensor,
+    cp_size: int,
+    cp_rank: int,
+    layout: str = "zigzag",
+    num_slices: int = 1,
+) -> SequenceShard:
+    """Pads whole sequences to the layout's grid and takes the tokens of rank `cp_rank`.
+
+    All inputs int64 [B, S], equal on every rank of the ring; labels are already shifted and positions
+    already restart in each document, since neither can be computed from a shard. `documents_BS` are ids
+    ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. Raises ValueError for unequal
+    shapes, an unknown layout or ill-formed documents.
+    """
+    shapes = {tuple(x.shape) for x in (tokens_BS, labels_BS, positions_BS, documents_BS)}
+    if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
+        raise ValueError(f"tokens, labels, positions and documents must all be one [B, S] > 0; got {shapes}")
+    seq_len = tokens_BS.shape[1]
+    padded_len = padded_length(seq_len, cp_size, num_slices, layout)
+    index_T = shard_indices(padded_len, cp_size, cp_rank, layout, num_slices).to(tokens_BS.device)
+
+    def padded(x_BS: Tensor, value: int) -> Tensor:
+        return F.pad(x_BS, (0, padded_len - seq_len), value=value)
+
+    documents_BS = padded(documents_BS, PADDING_DOCUMENT)
+    return SequenceShard(
+        tokens_BT=padded(tokens_BS, 0)[:, index_T],
+        labels_BT=padded(labels_BS, IGNORED_LABEL)[:, index_T],
+        positions_BT=padded(positions_BS, 0)[:, index_T],
+        documents_BT=documents_BS[:, index_T],
+        plan=build_plan(documents_BS, cp_size, cp_rank, layout, num_slices),
+    )

@@ -1,0 +1,36 @@
+"""Attention by its definition: one process, whole sequences, one dense mask, float64. Shares no code with cpmoe.
+
+Shape letters: B batch, S full sequence, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense_mask(documents_BS: Tensor) -> Tensor:
+    """visible[b, i, j]: query i sees key j."""
+    same = documents_BS[:, :, None] == documents_BS[:, None, :]
+    causal = torch.ones(documents_BS.shape[1], documents_BS.shape[1], dtype=torch.bool).tril()
+    return same & causal & (documents_BS >= 0)[:, :, None]
+
+
+def dense_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents_BS: Tensor) -> Tensor:
+    """Softmax over the visible keys; 0 for queries that see none. Computes in the dtype it is given."""
+    group = q_BSHD.shape[2] // k_BSGD.shape[2]
+    k_BSHD, v_BSHD = (x.repeat_interleave(group, dim=2) for x in (k_BSGD, v_BSGD))
+    scores = torch.einsum("bihd,bjhd->bhij", q_BSHD, k_BSHD) / q_BSHD.shape[-1] ** 0.5
+    visible = dense_mask(documents_BS)[:, None]
+    # Softmax over a fully hidden row is NaN: such rows attend to themselves and are zeroed afterwards.
+    padding = (documents_BS < 0)[:, None]
+    safe = visible | (torch.eye(documents_BS.shape[1], dtype=torch.bool) & padding[..., None])
+    probs = scores.masked_fill(~safe, -torch.inf).softmax(dim=-1).masked_fill(padding[..., None], 0.0)
+    return torch.einsum("bhij,bjhd->bihd", probs, v_BSHD)
+
+
+def dense_gradients(inputs: tuple[Tensor, Tensor, Tensor], grad_out_BSHD: Tensor, documents_BS: Tensor):
+    """(out, dq, dk, dv) in the inputs' dtype."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = dense_attention(*leaves, documents_BS)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out_BSHD)
