@@ -5,8 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
-UNSET = object()
+
+class Unset(Enum):
+    """The type of `UNSET`, which stands for "no value" where null is one."""
+
+    TOKEN = "unset"
+
+
+UNSET = Unset.TOKEN
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,9 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         assert self.problems
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
 
 
 def raise_if_any(problems: list[Problem]) -> None:
@@ -72,10 +83,12 @@ def join_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def unknown_key(path: str, names: Iterable[str], value: object = UNSET, source: str = "") -> Problem:
+def unknown_key(
+    path: str, names: Iterable[str], value: object = UNSET, source: str = "", kind: str = "key"
+) -> Problem:
     """Problem for the last part of `path`, which is none of `names`: nearest name first."""
     legal = sorted(names)
     key = path.rpartition(".")[2]
     nearest = difflib.get_close_matches(key.lower(), legal, n=1, cutoff=0.6)
-    hint = f'unknown key, did you mean "{nearest[0]}"?' if nearest else "unknown key"
+    hint = f'unknown {kind}, did you mean "{nearest[0]}"?' if nearest else f"unknown {kind}"
     return Problem(path, hint, value, ", ".join(legal), source)

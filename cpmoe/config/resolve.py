@@ -13,7 +13,7 @@ from cpmoe.config import autos, checks
 from cpmoe.config.batch import BatchEquation, BatchSizes, solve
 from cpmoe.config.deepspeed import CpmoeConfig, DeepSpeedConfig
 from cpmoe.config.errors import ConfigError, Problem, raise_if_any
-from cpmoe.config.recipe import Recipe
+from cpmoe.config.recipe import DataConfig, Recipe
 from cpmoe.config.refused import take_refused
 from cpmoe.config.settings import Settings, apply_overrides, read_deepspeed, read_recipe
 from cpmoe.config.validation import parse
@@ -88,6 +88,15 @@ def load_run(
     """
     recipe, deepspeed = read_settings(recipe_path, deepspeed_path, overrides)
     return resolve(recipe, deepspeed, world_size, environ)
+
+
+def load_data(recipe_path: str | Path, overrides: Iterable[str] = ()) -> DataConfig:
+    """The data block of a recipe, for what needs no model. Raises ConfigError."""
+    recipe, _ = read_settings(recipe_path, None, overrides)
+    try:
+        return parse(DataConfig, recipe.block("data"), "data")
+    except ConfigError as error:
+        raise ConfigError(recipe.located(problem) for problem in error.problems) from None
 
 
 def read_settings(

@@ -37,6 +37,11 @@ class Settings:
             value = value[part]
         return value
 
+    def block(self, path: str) -> dict:
+        """The block at `path`, empty where it is not given or no block."""
+        value = self.get(path)
+        return value if isinstance(value, dict) else {}
+
     def gives(self, path: str) -> bool:
         """True where a person chose the value: neither absent, nor null, nor "auto"."""
         value = self.get(path)

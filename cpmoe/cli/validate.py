@@ -1,0 +1,108 @@
+"""`python -m cpmoe validate`: what a run's arguments resolve to, or why they are refused."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import yaml
+
+from cpmoe.config.deepspeed import CpmoeConfig
+from cpmoe.config.errors import ConfigError
+from cpmoe.config.resolve import RunConfig, read_settings, resolve
+from cpmoe.config.settings import Settings
+from cpmoe.config.validation import parse
+from cpmoe.parallel.grid import RankGrid
+
+SHOWN_GROUPS = 4
+SHOWN_RANKS = 8
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the resolved run. Raises ConfigError where it is refused."""
+    options = _parse_arguments(arguments)
+    recipe, deepspeed = read_settings(options.recipe, options.deepspeed_config, options.overrides)
+    world_size = options.world_size or _smallest_world(deepspeed)
+    print(describe(resolve(recipe, deepspeed, world_size)))
+    if options.world_size is None:
+        print(f"(checked for {world_size} ranks, the fewest this JSON can use; --world_size checks another)")
+    return 0
+
+
+def describe(run: RunConfig) -> str:
+    """The resolved configuration, the batch equation and the groups, as text."""
+    batch = run.batch
+    sections = {
+        "recipe": _yaml(run.recipe_tree()),
+        "cpmoe": _yaml(run.cpmoe.model_dump(mode="json", exclude_none=True, exclude={"communication"})),
+        "DeepSpeed": _yaml(run.deepspeed),
+        "batch": f"{batch.describe()}\nDeepSpeed counts every rank as a data-parallel one: train_batch_size "
+        f"{batch.deepspeed_train_batch_size:,} = {batch.micro_batch_size:,} x "
+        f"{batch.gradient_accumulation_steps:,} x world {batch.world_size:,}",
+        "groups": _groups(run),
+    }
+    clip = run.gradient_clipping or "off"
+    summary = f"legal: {run.dtype}, ZeRO stage {run.zero_stage}, gradient clipping {clip}"
+    blocks = [f"{title}\n{_indent(text)}" for title, text in sections.items()]
+    return "\n".join([*blocks, summary])
+
+
+def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m cpmoe validate", description=__doc__)
+    parser.add_argument("--recipe", required=True, help="YAML: what is trained")
+    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: how it runs (default: ZeRO-1, float32)")
+    parser.add_argument(
+        "--world_size", "--num_gpus", type=_positive, help="ranks (default: the fewest that CP and EP allow)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one setting")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _smallest_world(deepspeed: Settings) -> int:
+    try:
+        cpmoe = parse(CpmoeConfig, deepspeed.block("cpmoe"))
+    except ConfigError:
+        return 1  # the whole JSON is parsed next, and says what is wrong with its origin
+    cp, ep = cpmoe.context_parallel_size, cpmoe.expert_parallel_size
+    return cp * ep if cpmoe.rank_order[:2] == ("cp", "ep") else math.lcm(cp, ep)
+
+
+def _groups(run: RunConfig) -> str:
+    grid = RankGrid(
+        run.batch.world_size,
+        run.cpmoe.context_parallel_size,
+        run.cpmoe.expert_parallel_size,
+        run.cpmoe.rank_order,
+    )
+    kinds = {
+        "ring": (grid.ring_ranks(), "share a sequence"),
+        "expert": (grid.expert_ranks(), "hold all experts together"),
+        "replica": (grid.replica_ranks(), "hold the same experts"),
+    }
+    return "\n".join(
+        f"{name:7}  {len(lists)} x {len(lists[0])} ranks that {meaning}: {_lists(lists)}"
+        for name, (lists, meaning) in kinds.items()
+    )
+
+
+def _lists(lists: list[list[int]]) -> str:
+    shown = [
+        "[" + " ".join(map(str, ranks[:SHOWN_RANKS])) + (" ..." if len(ranks) > SHOWN_RANKS else "") + "]"
+        for ranks in lists[:SHOWN_GROUPS]
+    ]
+    return " ".join([*shown, "..."] if len(lists) > SHOWN_GROUPS else shown)
+
+
+def _yaml(tree: dict) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False).rstrip()
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
