@@ -10,6 +10,7 @@ import atexit
 import datetime
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,8 +24,18 @@ _context = multiprocessing.get_context("spawn")
 _workers: list[_Worker] = []
 
 
+def _leave_group() -> None:
+    deepspeed_comm = sys.modules.get("deepspeed.comm")
+    if deepspeed_comm is not None and deepspeed_comm.is_initialized():
+        # Also clears the groups that DeepSpeed keeps in module globals.
+        deepspeed_comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+
+
 def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     while True:
         try:
             job = connection.recv()
@@ -42,7 +53,7 @@ def _serve(rank: int, connection: Connection) -> None:
             torch.manual_seed(1234 + rank)
             result = fn(rank, world_size, *args)
             dist.barrier()
-            dist.destroy_process_group()
+            _leave_group()
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -90,7 +101,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 # The first job also pays for the worker's imports.
                 if worker.connection.poll(timeout + 60 if not failures else 5):
                     ok, value = worker.connection.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 value = "the process died"
             results.append(value)
             if not ok:

@@ -80,7 +80,8 @@ class ModelOutput(NamedTuple):
 class DecoderBlock(nn.Module):
     """Pre-norm attention, then a dense SwiGLU or a mixture of experts.
 
-    ZeRO-3 gathers a block as one unit, so its phases may use any parameter of it at any time.
+    ZeRO-3 gathers a block as one unit, so its phases may use any parameter of it at any time, and
+    recomputation is inside, where the parameters are there in backward too.
     """
 
     def __init__(self, config: ModelConfig, index: int, groups: Groups, options: ModelOptions) -> None:
@@ -94,8 +95,21 @@ class DecoderBlock(nn.Module):
             if self.is_sparse
             else SwiGLU(config.hidden_size, config.intermediate_size)
         )
+        self.recompute = options.recompute == "full"
 
     def forward(
+        self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan, real_BT: Tensor
+    ) -> tuple[Tensor, MoEStats | None]:
+        """x_BTM [B, T, M] → the same, and the statistics of a sparse layer; real_BT is False at padding."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._compute(x_BTM, rotary, plan, real_BT, None)
+        # Stopping early could leave a collective that other ranks still wait for.
+        return checkpoint(
+            self._compute, x_BTM, rotary, plan, real_BT, RoutingReplay(),
+            use_reentrant=False, preserve_rng_state=False, early_stop=False,
+        )  # fmt: skip
+
+    def _compute(
         self,
         x_BTM: Tensor,
         rotary: Rotary,
@@ -103,7 +117,6 @@ class DecoderBlock(nn.Module):
         real_BT: Tensor,
         replay: RoutingReplay | None,
     ) -> tuple[Tensor, MoEStats | None]:
-        """x_BTM [B, T, M] → the same, and the statistics of a sparse layer; real_BT is False at padding."""
         x_BTM = x_BTM + self.self_attn(self.input_layernorm(x_BTM), rotary, plan)
         normed_BTM = self.post_attention_layernorm(x_BTM)
         if not self.is_sparse:
@@ -123,7 +136,6 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.config = config
-        self.recompute = options.recompute == "full"
 
     def forward(self, shard: SequenceShard) -> tuple[Tensor, list[MoEStats]]:
         """A shard of [B, T] tokens → hidden states [B, T, M] and the statistics of each sparse layer."""
@@ -133,14 +145,7 @@ class Decoder(nn.Module):
         real_BT = shard.documents_BT >= 0
         all_stats = []
         for block in self.layers:
-            if self.recompute and torch.is_grad_enabled():
-                # Stopping early could leave a collective that other ranks still wait for.
-                x_BTM, stats = checkpoint(
-                    block, x_BTM, rotary, shard.plan, real_BT, RoutingReplay(),
-                    use_reentrant=False, preserve_rng_state=False, early_stop=False,
-                )  # fmt: skip
-            else:
-                x_BTM, stats = block(x_BTM, rotary, shard.plan, real_BT, None)
+            x_BTM, stats = block(x_BTM, rotary, shard.plan, real_BT)
             if stats is not None:
                 all_stats.append(stats)
         return self.norm(x_BTM), all_stats

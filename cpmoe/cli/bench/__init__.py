@@ -1,0 +1,5 @@
+"""Benchmarks: `python -m cpmoe bench NAME --json F`. Each module has `run(json_path)`.
+
+Contestants run in turn in one session, so that a noisy machine disturbs both alike, and medians of
+paired runs are reported.
+"""

@@ -1,0 +1,247 @@
+"""A DeepSpeed engine around the model, with gradients that are those of one process.
+
+CP x DP is DeepSpeed's data-parallel world. It averages every gradient over these N ranks, dense and
+expert, in every ZeRO stage; so the loss, which is a sum over ranks, is multiplied by N and by nothing
+else.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+
+from cpmoe.attention.sharding import SequenceShard
+from cpmoe.config.resolve import RunConfig
+from cpmoe.model.transformer import (
+    CausalLM,
+    DecoderBlock,
+    LossScale,
+    ModelOptions,
+    ModelOutput,
+    init_weights,
+    is_expert,
+)
+from cpmoe.parallel.grid import RankGrid
+from cpmoe.parallel.groups import Groups, create_groups
+from cpmoe.training.hooks import check_private_hooks, skip_shared_memory_op, tag_experts
+from cpmoe.training.optimizer import build_optimizer, build_schedule, parameter_groups
+
+# DeepSpeed adds this to the norm before it divides; so does the clipping of stage 0 below.
+CLIP_EPS = 1e-6
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def init_distributed() -> torch.device:
+    """Joins the run that the launcher started and returns this rank's device.
+
+    NCCL on CUDA, gloo on CPU. Rank and address come from the launcher's environment variables.
+    """
+    skip_shared_memory_op()
+    cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    deepspeed.init_distributed(
+        dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False
+    )
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def build_grid(run: RunConfig) -> RankGrid:
+    """The rank grid that the JSON's "cpmoe" block describes, over the ranks of the run."""
+    return RankGrid(
+        world_size=run.batch.world_size,
+        context_parallel_size=run.cpmoe.context_parallel_size,
+        expert_parallel_size=run.cpmoe.expert_parallel_size,
+        rank_order=tuple(run.cpmoe.rank_order),
+    )
+
+
+def build_groups(run: RunConfig) -> Groups:
+    """Creates the run's process groups; collective."""
+    return create_groups(build_grid(run), run.cpmoe.communication.options())
+
+
+def build_model(run: RunConfig, groups: Groups) -> CausalLM:
+    """The model of this rank with its initial weights, in float32 on the CPU."""
+    recipe = run.recipe
+    model = CausalLM(
+        recipe.model,
+        groups,
+        ModelOptions(
+            attention_strategy=run.cpmoe.attention.strategy,
+            attention_backend=run.cpmoe.attention.backend,
+            experts_backend=run.cpmoe.experts.backend,
+            recompute=recipe.train.recompute,
+            loss_chunk_tokens=recipe.train.loss_chunk_tokens,
+        ),
+    )
+    init_weights(model, recipe.train.seed)
+    return model
+
+
+class TrainingEngine:
+    """A `deepspeed.DeepSpeedEngine` with exact loss scale, gradient norm and clipping.
+
+    One optimizer step is G calls of `micro_step`, then one of `step`. All ranks call both alike.
+    """
+
+    def __init__(self, run: RunConfig, model: CausalLM, groups: Groups) -> None:
+        check_private_hooks()
+        skip_shared_memory_op()
+        self.run = run
+        self.groups = groups
+        self.zero_stage = run.zero_stage
+        self.micro_steps_left = self.accumulation = run.batch.gradient_accumulation_steps
+        split = groups.grid.expert_parallel_size > 1
+        if split:
+            tag_experts(model, groups.grid, run.recipe.model.num_experts, run.zero_stage)
+        if run.zero_stage == 3:
+            set_z3_leaf_modules(model, [DecoderBlock])
+        parameters = parameter_groups(model, run.recipe.optim.weight_decay)
+        if split and run.zero_stage < 3:
+            parameters = split_params_into_different_moe_groups_for_optimizer(parameters)
+        config = engine_config(run)
+        schedule = None
+        if "scheduler" not in config:
+            schedule = lambda optimizer: build_schedule(  # noqa: E731
+                run.recipe.optim, run.recipe.train.steps, optimizer
+            )
+        self.deepspeed, self.optimizer, _, self.lr_scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(run.recipe.optim, parameters),
+            lr_scheduler=schedule,
+            config=config,
+            mpu=None,
+            dist_init_required=False,
+        )
+
+    @property
+    def model(self) -> CausalLM:
+        return self.deepspeed.module
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.deepspeed.get_lr()[0]
+
+    def micro_step(self, shard: SequenceShard, scale: LossScale) -> ModelOutput:
+        """Forward and backward of one micro-batch; gradients are reduced in the last of a step."""
+        output: ModelOutput = self.deepspeed(shard, scale)
+        self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)
+        self.micro_steps_left -= 1
+        if self.micro_steps_left:
+            self.deepspeed.step()
+        return output._replace(loss=output.loss.detach())
+
+    def step(self) -> float:
+        """Clips, updates and clears the gradients; returns their norm before clipping, equal on all ranks."""
+        assert self.micro_steps_left == 0, "a step follows all its micro-steps"
+        self.micro_steps_left = self.accumulation
+        if self.zero_stage > 0:
+            self.deepspeed.step()
+            norm = self.deepspeed.get_global_grad_norm()
+            assert norm is not None, "every ZeRO stage computes the norm"
+            return float(norm)
+        # DeepSpeed's own clipping at stage 0 takes each rank's experts for the whole.
+        norm = self._gradient_norm()
+        clip = self.run.gradient_clipping
+        if clip and norm + CLIP_EPS > clip:
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(clip / (norm + CLIP_EPS))
+        self.deepspeed.step()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank holds: parameters, float32 masters, moments, schedule. For the same layout only.
+
+        Tensors are the live ones; save them before the next step.
+        """
+        engine = self.deepspeed
+        base = engine.basic_optimizer
+        return {
+            "parameters": [_held(p).data for p in self.model.parameters()],
+            "masters": [master.data for master in self._masters()],
+            "moments": [dict(base.state.get(master, {})) for master in self._masters()],
+            "learning_rates": [group["lr"] for group in base.param_groups],
+            "schedule": self.lr_scheduler.state_dict(),
+            "counters": {name: getattr(engine, name) for name in COUNTERS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what `state_dict` of the same layout returned, to the bit."""
+        base = self.deepspeed.basic_optimizer
+        with torch.no_grad():
+            for parameter, saved in zip(self.model.parameters(), state["parameters"], strict=True):
+                _held(parameter).data.copy_(saved)
+            for master, saved in zip(self._masters(), state["masters"], strict=True):
+                master.data.copy_(saved)
+        for master, moments in zip(self._masters(), state["moments"], strict=True):
+            base.state[master] = {
+                # Adam keeps its step count on the CPU wherever the moments are.
+                key: value.to(master.device) if torch.is_tensor(value) and value.ndim else value
+                for key, value in moments.items()
+            }
+        for group, lr in zip(base.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = lr
+        self.lr_scheduler.load_state_dict(state["schedule"])
+        for name, value in state["counters"].items():
+            setattr(self.deepspeed, name, value)
+
+    def _masters(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer updates, in a fixed order: flat partitions under ZeRO."""
+        if self.zero_stage == 3:
+            return self.optimizer.fp32_partitioned_groups_flat
+        return [p for group in self.deepspeed.basic_optimizer.param_groups for p in group["params"]]
+
+    def _gradient_norm(self) -> float:
+        """Stage 0: the dense gradients once and the experts of one whole expert group."""
+        dense, experts = (
+            sum(
+                (
+                    torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+                    for p in parameters
+                    if p.grad is not None
+                ),
+                start=torch.zeros((), dtype=torch.float64, device=self.deepspeed.device),
+            )
+            for parameters in self._split_parameters()
+        )
+        if self.groups.expert is not None:
+            dist.all_reduce(experts, group=self.groups.expert)
+        return float((dense + experts).sqrt())
+
+    def _split_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        dense: list[nn.Parameter] = []
+        experts: list[nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            (experts if is_expert(name) else dense).append(parameter)
+        return dense, experts
+
+
+def _held(parameter: nn.Parameter) -> torch.Tensor:
+    """The part of a parameter that this rank keeps: all of it, or its ZeRO-3 partition."""
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+def engine_config(run: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed gets: the resolved JSON, with clipping taken over at stage 0."""
+    config = copy.deepcopy(run.deepspeed)
+    config["zero_allow_untested_optimizer"] = True
+    if run.zero_stage == 0:
+        config["gradient_clipping"] = 0.0
+    else:
+        zero = config.setdefault("zero_optimization", {})
+        # The optimizer is torch's, on the CPU too: the tests hold it exact, and nothing is compiled.
+        config["zero_force_ds_cpu_optimizer"] = False
+        zero.setdefault("reduce_scatter", True)
+    return config

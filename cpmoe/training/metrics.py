@@ -1,0 +1,170 @@
+"""What a person watches: one line a step, TensorBoard through DeepSpeed's monitor, JSONL beside it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+GIB = 1024**3
+
+# Dense bfloat16 FLOP/s of the vendors' data sheets, by a part of the device's name.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}
+
+
+class Monitor(Protocol):
+    """The part of DeepSpeed's MonitorMaster that is used."""
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Everything known of one optimizer step; equal on all ranks but for times and memory.
+
+    Losses are in nats; `loss` is the mean over the step's label tokens, `aux_loss` the mean over sparse
+    layers and micro-steps (1 where balanced), `z_loss` the mean over sparse layers and tokens. Times in
+    seconds, memory in bytes, `load_max_over_mean` per sparse layer.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_seen: int
+    seconds: float
+    data_seconds: float
+    memory: int
+    memory_total: int
+    load_max_over_mean: tuple[float, ...]
+    dropped_tokens: int
+    flops_per_second: float
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Peak bytes used by this process on `device` so far, and the bytes the device has.
+
+    On the CPU: peak resident memory, and the memory of the machine.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.max_memory_allocated(device), total
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, psutil.virtual_memory().total
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s that count as 100 % for one rank: the data sheet's on GPUs, a measured product on the CPU.
+
+    None for a GPU that the table does not know.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return matmul_rate()
+
+
+def matmul_rate(size: int = 768, repeats: int = 5) -> float:
+    """FLOP/s of float32 matrix products on this process's threads: the best of `repeats`."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+class MetricsWriter:
+    """Writes each step to the terminal, metrics.jsonl and DeepSpeed's monitor. Only rank 0 has one."""
+
+    def __init__(
+        self, folder: Path, monitor: Monitor, world_size: int, total_steps: int, peak: float | None
+    ) -> None:
+        self.monitor = monitor
+        self.world_size = world_size
+        self.total_steps = total_steps
+        self.peak = peak
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._seconds: list[float] = []
+
+    def step(self, metrics: StepMetrics, show: bool) -> None:
+        self._seconds = [*self._seconds[-49:], metrics.seconds]
+        self._write_json("train", asdict(metrics))
+        self.monitor.write_events(self._events(metrics))
+        if show:
+            print(self._line(metrics), flush=True)
+
+    def evaluation(self, step: int, loss: float, by_position: list[tuple[int, float]]) -> None:
+        """Held-out loss in nats per token, and by the first position of each part of the sequence."""
+        self._write_json("eval", {"step": step, "loss": loss, "loss_by_position": by_position})
+        events = [("Eval/loss", loss, step)]
+        events += [(f"Eval/loss_from_position_{start}", value, step) for start, value in by_position]
+        self.monitor.write_events(events)
+        print(f"step {step}/{self.total_steps}  held-out loss {loss:.4f}", flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_json(self, kind: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
+
+    def _mfu(self, metrics: StepMetrics) -> float | None:
+        return None if self.peak is None else metrics.flops_per_second / self.world_size / self.peak
+
+    def _events(self, m: StepMetrics) -> list[tuple[str, float, int]]:
+        values: dict[str, float] = {
+            "loss": m.loss,
+            "aux_loss": m.aux_loss,
+            "z_loss": m.z_loss,
+            "grad_norm": m.grad_norm,
+            "lr": m.lr,
+            "tokens_per_second": m.tokens / m.seconds,
+            "tokens_seen": m.tokens_seen,
+            "memory_gib": m.memory / GIB,
+            "dropped_tokens": m.dropped_tokens,
+            "data_fraction": m.data_seconds / m.seconds,
+        }
+        mfu = self._mfu(m)
+        if mfu is not None:
+            values["mfu"] = mfu
+        for layer, load in enumerate(m.load_max_over_mean):
+            values[f"moe_max_over_mean/layer_{layer}"] = load
+        return [(f"Train/{name}", value, m.step) for name, value in values.items()]
+
+    def _line(self, m: StepMetrics) -> str:
+        mfu = self._mfu(m)
+        left = (self.total_steps - m.step) * sorted(self._seconds)[len(self._seconds) // 2]
+        parts = [
+            f"step {m.step}/{self.total_steps}",
+            f"loss {m.loss:.4f}",
+            f"grad_norm {m.grad_norm:.3f}",
+            f"lr {m.lr:.1e}",
+            f"tokens/s {m.tokens / m.seconds / self.world_size:,.0f}/rank",
+            f"mfu {mfu:.1%} (causal-halved)" if mfu is not None else "",
+            f"mem {m.memory / GIB:.1f} GiB ({m.memory / m.memory_total:.0%})",
+            f"data {m.data_seconds / m.seconds:.1%}",
+            f"moe max/mean {max(m.load_max_over_mean):.2f} dropped {m.dropped_tokens}"
+            if m.load_max_over_mean
+            else "",
+            f"eta {format_seconds(left)}",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+def format_seconds(seconds: float) -> str:
+    """3h12m, 4m05s or 12s."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"

@@ -1,0 +1,104 @@
+"""The folder of a run: its resolved configuration, what it ran on, and the curve it drew."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cpmoe.config.resolve import RunConfig
+
+PACKAGES = ("torch", "deepspeed", "triton", "numpy", "datasets", "tokenizers", "pydantic")
+
+
+def write_run_files(folder: Path, run: RunConfig, engine_config: dict[str, Any]) -> None:
+    """Saves the resolved recipe, the JSON, what DeepSpeed got of it, versions and git commit in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = run.recipe.model_dump(mode="json")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    blocks = {"cpmoe": run.cpmoe.model_dump(mode="json"), **run.deepspeed}
+    (folder / "deepspeed.json").write_text(json.dumps(blocks, indent=2) + "\n")
+    (folder / "deepspeed_engine.json").write_text(json.dumps(engine_config, indent=2) + "\n")
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, git commit and command line of this process."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+        "command": sys.argv,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree, "+changes" added where it differs; None outside a repository."""
+    root = Path(__file__).resolve().parents[2]
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """metrics.jsonl as (training, evaluation) records by step; after a resume the later record counts."""
+    train: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        (train if record["kind"] == "train" else evaluations)[record["step"]] = record
+    return train, evaluations
+
+
+def draw_loss_curve(folder: Path, baseline: float | None) -> Path:
+    """Draws training and held-out loss, and the bigram baseline where given, into `folder`/loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    train, evaluations = read_metrics(folder)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot(list(train), [r["loss"] for r in train.values()], color="#7aa6d8", lw=1, label="training")
+    if evaluations:
+        losses = [r["loss"] for r in evaluations.values()]
+        axes.plot(list(evaluations), losses, "o-", color="#1f4e8c", lw=1.6, ms=4, label="held-out")
+        axes.annotate(f"{losses[-1]:.3f}", (list(evaluations)[-1], losses[-1]), xytext=(4, -12),
+                      textcoords="offset points", color="#1f4e8c", ha="right")  # fmt: skip
+    if baseline is not None:
+        axes.axhline(baseline, color="#b8860b", ls="--", lw=1.2, label=f"byte bigram model {baseline:.3f}")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=folder.name)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    path = folder / "loss.png"
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path

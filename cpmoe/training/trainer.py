@@ -1,0 +1,279 @@
+"""The training loop: data to shards, micro-steps to a step, and what is watched and saved on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard, padded_length, shard_batch, shard_indices
+from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint
+from cpmoe.config.resolve import RunConfig
+from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
+from cpmoe.data.packing import HeldoutDataset, PackedDataset
+from cpmoe.data.store import PreparedData
+from cpmoe.model.flops import flops_per_token
+from cpmoe.model.transformer import LossScale, ModelOutput
+from cpmoe.moe.balance import max_over_mean_load
+from cpmoe.training.engine import TrainingEngine, build_groups, build_model, engine_config
+from cpmoe.training.evaluation import evaluate
+from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
+from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
+from cpmoe.training.run_folder import write_run_files
+
+
+class Trainer:
+    """One training run of this rank. All ranks construct it and call `train` together."""
+
+    def __init__(self, run: RunConfig, prepared: PreparedData, device: torch.device) -> None:
+        self.run = run
+        self.device = device
+        self.recipe = run.recipe
+        self.folder = Path(run.recipe.train.out_dir)
+        self.groups = build_groups(run)
+        self.rank = self.groups.rank
+        if self.rank == 0:
+            write_run_files(self.folder, run, engine_config(run))
+        self.engine = TrainingEngine(run, build_model(run, self.groups), self.groups)
+        self.watch = GradientWatch(self.engine.model)
+        self._build_data(prepared)
+        self.step = 0
+        self.tokens_seen = 0
+        self.stop_requested = False
+        self.resume()
+        self.writer = self._build_writer()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a checkpoint shares with the run that loads it."""
+        grid = self.groups.grid
+        return {
+            "world_size": grid.world_size,
+            "context_parallel_size": grid.context_parallel_size,
+            "expert_parallel_size": grid.expert_parallel_size,
+            "rank_order": list(grid.rank_order),
+            "zero_stage": self.run.zero_stage,
+            "dtype": self.run.dtype,
+            "optimizer": self.recipe.optim.name,
+            "model": self.recipe.model.model_dump(mode="json"),
+        }
+
+    def train(self) -> None:
+        """Runs to the last step, or to the end of the step in which SIGTERM or SIGINT arrives.
+
+        Evaluates and saves as the recipe says, and at the end. Raises NonFiniteError before a
+        non-finite loss or gradient can reach the weights.
+        """
+        config = self.recipe.train
+        self._catch_signals()
+        while self.step < config.steps and not self.stop_requested:
+            self._one_step()
+            last = self.step == config.steps
+            if config.eval_sequences and (last or _due(self.step, config.eval_every)):
+                self.evaluate()
+            if last or self.stop_requested or _due(self.step, config.save_every):
+                self.save()
+        self.stream.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def evaluate(self) -> float:
+        """The held-out loss in nats per token; collective."""
+        loss, by_position = evaluate(
+            self.engine, self.heldout, self.heldout_places, self.recipe.data.seq_len, self.groups
+        )
+        if self.writer is not None:
+            self.writer.evaluation(self.step, loss, by_position)
+        return loss
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step; collective."""
+        state = {
+            "engine": self.engine.state_dict(),
+            "data": self.stream.state_dict(),
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "rng": torch.get_rng_state(),
+        }
+        folder = save_checkpoint(
+            self.checkpoints, self.step, state, self.layout, self.recipe.train.keep_checkpoints
+        )
+        if self.rank == 0:
+            print(f"step {self.step}/{self.recipe.train.steps}  checkpoint {folder}", flush=True)
+
+    def resume(self) -> None:
+        """Continues from the checkpoint that `train.resume` names, if there is one; collective."""
+        wanted = self.recipe.train.resume
+        if wanted == "never":
+            return
+        found = find_checkpoints(self.checkpoints) if wanted == "auto" else [Path(wanted)]
+        if not found:
+            return
+        state = load_checkpoint(found[-1], self.layout)
+        self.engine.load_state_dict(state["engine"])
+        self.stream.load_state_dict(state["data"])
+        self.step = state["step"]
+        self.tokens_seen = state["tokens_seen"]
+        torch.set_rng_state(state["rng"])
+        if self.rank == 0:
+            print(f"continues from {found[-1]} at step {self.step}", flush=True)
+
+    def _build_data(self, prepared: PreparedData) -> None:
+        data, batch = self.recipe.data, self.run.batch
+        grid = self.groups.grid
+        dp_rank = grid.data_rank(self.rank)
+        self.stream = BatchStream(
+            PackedDataset(prepared.documents("train"), data.seq_len, data.seed),
+            dp_rank,
+            grid.data_parallel_size,
+            batch.micro_batch_size,
+            batch.gradient_accumulation_steps,
+        )
+        self.heldout: list[SequenceShard] = []
+        self.heldout_places: list[torch.Tensor] = []
+        if self.recipe.train.eval_sequences:
+            heldout = HeldoutDataset(
+                prepared.documents("heldout"), data.seq_len, self.recipe.train.eval_sequences
+            )
+            batches = heldout_batches(heldout, dp_rank, grid.data_parallel_size, batch.micro_batch_size)
+            self.heldout = [self._shard(b) for b in batches]
+            layout = self.run.cpmoe.attention.layout
+            padded = padded_length(data.seq_len, grid.context_parallel_size, layout=layout)
+            index_T = shard_indices(padded, grid.context_parallel_size, grid.context_rank(self.rank), layout)
+            self.heldout_places = [index_T] * len(batches)
+
+    def _build_writer(self) -> MetricsWriter | None:
+        if self.rank != 0:
+            return None
+        return MetricsWriter(
+            self.folder,
+            self.engine.deepspeed.monitor,
+            self.groups.grid.world_size,
+            self.recipe.train.steps,
+            peak_flops(self.device),
+        )
+
+    def _shard(self, batch: SequenceBatch) -> SequenceShard:
+        grid = self.groups.grid
+        shard = shard_batch(
+            *batch, grid.context_parallel_size, grid.context_rank(self.rank), self.run.cpmoe.attention.layout
+        )
+        if self.device.type == "cpu":
+            return shard
+        moved: dict[str, Any] = {
+            field.name: value.to(self.device, non_blocking=True)
+            for field in dataclasses.fields(shard)
+            if isinstance(value := getattr(shard, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(shard, **moved)
+
+    def _one_step(self) -> None:
+        start = time.perf_counter()
+        shards = [self._shard(batch) for batch in self.stream.next_step()]
+        data_seconds = time.perf_counter() - start
+        scale = self._loss_scale(shards)
+        lr = self.engine.lr
+        outputs = [self.engine.micro_step(shard, scale) for shard in shards]
+        sums = self._reduce(outputs, scale)
+        self._check_finite(sums, shards, scale)
+        grad_norm = self.engine.step()
+        self.watch.clear()
+        self.step += 1
+        self.tokens_seen += scale.num_tokens
+        self.stop_requested = sums["stop"] > 0
+        seconds = time.perf_counter() - start
+        if self.writer is None:
+            return
+        counts_LE = torch.stack([output.counts_LE for output in outputs]).sum(0)
+        num_layers = max(counts_LE.shape[0], 1)
+        memory, memory_total = device_memory(self.device)
+        flops = flops_per_token(self.recipe.model, self.recipe.data.seq_len) * scale.num_tokens
+        metrics = StepMetrics(
+            step=self.step,
+            loss=sums["cross_entropy"] / max(scale.num_label_tokens, 1),
+            aux_loss=sums["aux_loss"] / scale.num_micro_steps / num_layers,
+            z_loss=sums["z_loss"] / max(scale.num_tokens, 1) / num_layers,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=scale.num_tokens,
+            tokens_seen=self.tokens_seen,
+            seconds=seconds,
+            data_seconds=data_seconds,
+            memory=memory,
+            memory_total=memory_total,
+            load_max_over_mean=tuple(max_over_mean_load(counts_LE).tolist()),
+            # Dispatch is dropless; the number is logged because users look for it.
+            dropped_tokens=0,
+            flops_per_second=flops / seconds,
+        )
+        every = self.recipe.train.log_every
+        self.writer.step(metrics, show=self.step % every == 0 or self.step in (1, self.recipe.train.steps))
+
+    def _loss_scale(self, shards: list[SequenceShard]) -> LossScale:
+        """Label and token counts of the step over all ranks."""
+        labelled = [(s.labels_BT != IGNORED_LABEL).sum() for s in shards]
+        real = [(s.documents_BT >= 0).sum() for s in shards]
+        counts = torch.stack([torch.stack(labelled).sum(), torch.stack(real).sum()])
+        if self.groups.world is not None:
+            dist.all_reduce(counts, group=self.groups.world)
+        labels, tokens = counts.tolist()
+        return LossScale(labels, tokens, len(shards))
+
+    def _reduce(self, outputs: list[ModelOutput], scale: LossScale) -> dict[str, float]:
+        """Sums over micro-steps and ranks, and how many ranks saw a bad gradient or were asked to stop."""
+        names = ("cross_entropy", "aux_loss", "z_loss")
+        rows = [sum(getattr(o, name).double() for o in outputs) for name in names]
+        rows.append((~self.watch.all_finite()).to(rows[0]))
+        rows.append(torch.full_like(rows[0], self.stop_requested))
+        sums = torch.stack(rows)
+        if self.groups.world is not None:
+            dist.all_reduce(sums, group=self.groups.world)
+        return dict(zip((*names, "bad_gradients", "stop"), sums.tolist(), strict=True))
+
+    def _check_finite(self, sums: dict[str, float], shards: list[SequenceShard], scale: LossScale) -> None:
+        finite_loss = all(math.isfinite(sums[name]) for name in ("cross_entropy", "aux_loss", "z_loss"))
+        if finite_loss and not sums["bad_gradients"]:
+            return
+        if finite_loss:
+            what, name = "gradient", self.watch.first_bad()
+        else:
+            what = "loss"
+            name = self._first_bad_in_forward(shards, scale)
+        names: list[str | None] = [None] * self.groups.grid.world_size
+        dist.all_gather_object(names, name)
+        where = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names) if name)
+        raise NonFiniteError(
+            f"step {self.step + 1}: the {what} is not finite; first bad tensor on {where or 'no rank'}. "
+            "The weights were not updated and no checkpoint was written or changed"
+        )
+
+    def _first_bad_in_forward(self, shards: list[SequenceShard], scale: LossScale) -> str | None:
+        def forward() -> None:
+            for shard in shards:
+                self.engine.deepspeed(shard, scale)
+
+        return first_bad_in_forward(self.engine.model, forward)
+
+    def _catch_signals(self) -> None:
+        def request_stop(number: int, frame: object) -> None:
+            if self.rank == 0:
+                name = signal.Signals(number).name
+                print(f"{name}: finishes step {self.step + 1}, saves and exits", flush=True)
+            self.stop_requested = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, request_stop)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

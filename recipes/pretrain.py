@@ -1,0 +1,124 @@
+"""Trains what a recipe says, the way a DeepSpeed JSON says; started by the `deepspeed` launcher.
+
+deepspeed [--hostfile F] recipes/pretrain.py --recipe R [--deepspeed_config J] [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+
+from cpmoe.config.errors import ConfigError, Problem
+from cpmoe.config.resolve import RunConfig, load_run
+from cpmoe.data.store import PreparedData
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        print(f"start this with the launcher: deepspeed {' '.join(sys.argv)}", file=sys.stderr)
+        return 2
+    try:
+        run = load_run(arguments.recipe, arguments.deepspeed_config, arguments.overrides, int(world_size))
+        run, prepared = prepare_data(run)
+    except ValueError as error:
+        if rank == "0":
+            print(error, file=sys.stderr, flush=True)
+        return 2
+    return train(run, prepared)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", required=True, help="YAML: what is trained")
+    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON with a cpmoe block: how it runs")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher appends it
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one setting")
+    return parser.parse_intermixed_args()
+
+
+def prepare_data(run: RunConfig) -> tuple[RunConfig, PreparedData]:
+    """Opens the recipe's data, tokenised first where it is not; fills in the vocabulary size."""
+    from cpmoe.data.prepare import prepare
+    from cpmoe.data.store import open_prepared
+
+    prepared = open_prepared(prepare(run.recipe.data))
+    vocabulary = prepared.meta.vocab_size
+    model = run.recipe.model
+    if model.vocab_size == 0:
+        model = model.model_copy(update={"vocab_size": vocabulary})
+    elif model.vocab_size < vocabulary:
+        constraint = f"must be at least the {vocabulary} ids of the tokenizer in {prepared.path}"
+        legal = f"{vocabulary} or more, or auto"
+        raise ConfigError([Problem("model.vocab_size", constraint, model.vocab_size, legal)])
+    recipe = run.recipe.model_copy(update={"model": model})
+    return dataclasses.replace(run, recipe=recipe), prepared
+
+
+def train(run: RunConfig, prepared: PreparedData) -> int:
+    import torch.distributed as dist
+
+    from cpmoe.training.engine import init_distributed
+    from cpmoe.training.guard import NonFiniteError
+    from cpmoe.training.trainer import Trainer
+
+    start = time.perf_counter()
+    device = init_distributed()
+    leads = dist.get_rank() == 0
+    if leads:
+        print(run.batch.describe(), flush=True)
+    try:
+        trainer = Trainer(run, prepared, device)
+        trainer.train()
+    except (ValueError, OSError, NonFiniteError) as error:
+        # Other ranks raise the same error or are ended by the launcher.
+        if leads or isinstance(error, OSError):
+            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        return 1
+    if leads:
+        report(run, prepared, time.perf_counter() - start)
+    dist.destroy_process_group()
+    return 0
+
+
+def report(run: RunConfig, prepared: PreparedData, seconds: float) -> None:
+    """Says how it went, where everything is, and what to try next."""
+    from cpmoe.data.baseline import MAX_VOCABULARY, bigram_loss
+    from cpmoe.data.packing import HeldoutDataset
+    from cpmoe.training.metrics import format_seconds
+    from cpmoe.training.run_folder import draw_loss_curve, read_metrics
+
+    folder = Path(run.recipe.train.out_dir)
+    _, evaluations = read_metrics(folder)
+    baseline = None
+    if evaluations and prepared.meta.vocab_size <= MAX_VOCABULARY:
+        data, train_config = run.recipe.data, run.recipe.train
+        heldout = HeldoutDataset(prepared.documents("heldout"), data.seq_len, train_config.eval_sequences)
+        baseline = bigram_loss(prepared.documents("train"), heldout)
+    curve = draw_loss_curve(folder, baseline)
+    print(f"\ndone in {format_seconds(seconds)}")
+    if evaluations:
+        print(f"  held-out loss   {evaluations[max(evaluations)]['loss']:.4f} nats per token")
+    if baseline is not None:
+        print(f"  bigram model    {baseline:.4f} nats per token on the same held-out text")
+    print(f"  loss curve      {curve}")
+    print(f"  checkpoints     {folder / 'checkpoints'}")
+    print(f"  TensorBoard     tensorboard --logdir {folder / 'tensorboard'}")
+    print(f"  every number    {folder / 'metrics.jsonl'}")
+    print(
+        "try next: another layout computes the same loss. Change context_parallel_size or "
+        "expert_parallel_size in the JSON,\n"
+        "  or on the command line: cpmoe.context_parallel_size=1 train.out_dir=runs/cp1",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
