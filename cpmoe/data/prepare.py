@@ -123,7 +123,7 @@ def _write(data: DataConfig, folder: Path) -> None:
             task = progress.add_task(f"training a BPE of {size}", total=source.count, amount="")
             tokenizer = train_bpe(_bpe_texts(data, _watched(source, progress, task)), size)
         tokenizer.save(folder)
-        task = progress.add_task(f"tokenising {data.source}", total=source.count, amount="")
+        task = progress.add_task("tokenising documents", total=source.count, amount="")
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         with (folder / TOKENS_FILE).open("wb") as file:
             lengths_N, hashes_N, checksum = _tokenise(
@@ -158,7 +158,7 @@ def _sync(folder: Path) -> None:
 def _tokenise(
     texts: Iterator[str], tokenizer: Tokenizer, dtype: np.dtype, seed: int, file: BinaryIO
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Appends all tokens to `file`. Returns the documents' lengths (int64) and hashes (uint64), a checksum."""
+    """Appends all tokens to `file`. Returns lengths (int64) and hashes (uint64) of documents, a checksum."""
     lengths, hashes, digest = array("q"), array("Q"), token_digest()
     for batch in _batches(texts):
         encoded = tokenizer.encode_batch(batch)
