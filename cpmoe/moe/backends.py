@@ -151,15 +151,20 @@ def select_backend(
     Raises ValueError where the name is unknown or the backend can not compute such rows, naming those
     that can.
     """
+    check_backend_name(name)
     reasons = {key: b.unsupported(dtype, device, hidden, width) for key, b in BACKENDS.items()}
     able = [key for key, reason in reasons.items() if reason is None]
     if name == "auto":
         return BACKENDS["loop" if device.type == "cpu" else able[0]]
-    if name not in BACKENDS:
-        raise ValueError(f"cpmoe.experts.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")
     if reasons[name] is not None:
         raise ValueError(
             f"cpmoe.experts.backend = {name!r}: {reasons[name]}, and the rows are {dtype} on {device.type} "
             f"with hidden_size {hidden} and moe_intermediate_size {width}; legal: auto, {', '.join(able)}"
         )
     return BACKENDS[name]
+
+
+def check_backend_name(name: str) -> None:
+    """Raises ValueError where `name` is neither "auto" nor a backend."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"cpmoe.experts.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")

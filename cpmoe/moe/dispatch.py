@@ -149,12 +149,16 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TM):  # type: ignore[override]
         rows_RM, weights_TK, order_R = ctx.saved_tensors
-        order_R = order_R[: len(rows_RM)]
-        grad_RM = grad_TM.index_select(0, order_R // weights_TK.shape[1])
-        wide = weights_TK.dtype
-        grad_weights = torch.zeros_like(weights_TK).flatten()
-        grad_weights[order_R] = (grad_RM.to(wide) * rows_RM).sum(-1)
-        grad_RM = grad_RM.mul_(weights_TK.flatten()[order_R, None])
+        grad_RM = torch.empty_like(rows_RM)
+        weights, grad_weights = weights_TK.flatten(), torch.zeros_like(weights_TK).flatten()
+        # In pieces, so that the products for the weights' gradient are no third tensor of all rows.
+        limit = 1024 if rows_RM.device.type == "cpu" else 16384
+        for start in range(0, len(rows_RM), limit):
+            piece_CM, grad_CM = rows_RM[start : start + limit], grad_RM[start : start + limit]
+            slots_C = order_R[start : start + len(piece_CM)]
+            torch.index_select(grad_TM, 0, slots_C // weights_TK.shape[1], out=grad_CM)
+            grad_weights[slots_C] = (grad_CM.to(weights.dtype) * piece_CM).sum(-1)
+            grad_CM.mul_(weights[slots_C, None])
         return grad_RM, grad_weights.view_as(weights_TK), None, None
 
 

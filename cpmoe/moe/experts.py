@@ -10,7 +10,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from cpmoe.moe.backends import ExpertBackend, select_backend
+from cpmoe.moe.backends import ExpertBackend, check_backend_name, select_backend
 from cpmoe.moe.dispatch import RowSplits
 
 
@@ -27,6 +27,7 @@ class Experts(nn.Module):
         self, num_experts: int, first_expert: int, hidden_size: int, width: int, std: float, backend: str
     ) -> None:
         super().__init__()
+        check_backend_name(backend)
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, width))
