@@ -1,4 +1,4 @@
-"""Attention by its definition: one process, whole sequences, one dense mask, float64. Shares no code with cpmoe.
+"""Attention by its definition: one process, whole sequences, one dense mask. Shares no code with cpmoe.
 
 Shape letters: B batch, S full sequence, H query heads, G KV heads, D head dim.
 """

@@ -1,0 +1,151 @@
+"""Attention cases that run on gloo processes, and their whole-sequence float64 answer.
+
+Shape letters: B batch, S full sequence, T local tokens, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpmoe.attention.allgather import allgather_attention
+from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.sharding import padded_length, shard_batch, shard_indices
+from tests.attention.dense import dense_gradients
+
+STRATEGIES = {"ring": ring_attention, "allgather": allgather_attention}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows` holds one sequence per batch row as run lengths: n > 0 a document, n < 0 padding."""
+
+    name: str
+    rows: tuple[tuple[int, ...], ...]
+    layout: str = "zigzag"
+    strategy: str = "ring"
+    backend: str = "sdpa"
+    dtype: torch.dtype = torch.float64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 4
+    contiguous: bool = True
+    # The scores of every run of `gap_tokens` keys are lifted by another multiple of 100.
+    gap_tokens: int = 0
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}-{self.layout}-{self.strategy}-{self.backend}-{kind}"
+
+
+def documents(case: Case) -> Tensor:
+    rows = []
+    for runs in case.rows:
+        ids = [torch.full((abs(n),), index if n > 0 else -1) for index, n in enumerate(runs)]
+        rows.append(torch.cat(ids))
+    return torch.stack(rows)
+
+
+def inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """((q, k, v), grad_out) of the whole sequence: float64 values that the case's dtype holds exactly."""
+    documents_BS = documents(case)
+    generator = torch.Generator().manual_seed(documents_BS.numel())
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    q, k, v, grad_out = (
+        torch.randn(*documents_BS.shape, h, case.head_dim, generator=generator)
+        .to(case.dtype)
+        .to(torch.float64)
+        for h in heads
+    )
+    if case.gap_tokens:
+        run_S = torch.arange(documents_BS.shape[1]) // case.gap_tokens
+        q[..., 0] = case.head_dim**0.5
+        k[..., 0] = (100.0 * (run_S * 5 % 7))[None, :, None]
+    return (q, k, v), grad_out
+
+
+def expected(case: Case) -> list[Tensor]:
+    """[out, dq, dk, dv] of the whole sequence in float64."""
+    leaves, grad_out = inputs(case)
+    return list(dense_gradients(leaves, grad_out, documents(case)))
+
+
+def local_index(case: Case, rank: int, world_size: int) -> Tensor:
+    seq_len = sum(abs(n) for n in case.rows[0])
+    return shard_indices(padded_length(seq_len, world_size, 1, case.layout), world_size, rank, case.layout)
+
+
+def _local(x_BSHD: Tensor, index_T: Tensor, case: Case) -> Tensor:
+    """This rank's tokens; where the sequence was padded, values that would show if anything read them."""
+    missing = int(index_T.max()) + 1 - x_BSHD.shape[1]
+    if missing > 0:
+        padding = torch.full_like(x_BSHD[:, :1], 1e3).expand(-1, missing, -1, -1)
+        x_BSHD = torch.cat((x_BSHD, padding), dim=1)
+    x_BTHD = x_BSHD[:, index_T].to(case.dtype)
+    if not case.contiguous:
+        x_BTHD = x_BTHD.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+        assert not x_BTHD.is_contiguous() and x_BTHD.stride(-1) != 1
+    return x_BTHD
+
+
+def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list[Tensor]:
+    """[out, dq, dk, dv] of this rank's tokens, in the dtypes the product returns."""
+    (q, k, v), grad_out = inputs(case) if given is None else given
+    documents_BS = documents(case)
+    shard = shard_batch(*[documents_BS] * 4, world_size, rank, case.layout)
+    index_T = local_index(case, rank, world_size)
+    leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
+    out = STRATEGIES[case.strategy](*leaves, shard.plan, *groups, case.backend)
+    grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
+    return [out.detach(), *grads]
+
+
+def make_groups(world_size: int):
+    if world_size == 1:
+        return None, None
+    return dist.new_group(list(range(world_size))), dist.new_group(list(range(world_size)))
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
+    groups = make_groups(world_size)
+    return [run_case(case, rank, world_size, groups) for case in cases]
+
+
+def gathered(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
+    """Whole-sequence [out, dq, dk, dv] from every rank's; padding beyond the sequence must be exactly 0."""
+    world_size = len(parts)
+    seq_len = sum(abs(n) for n in case.rows[0])
+    whole = []
+    for tensors in zip(*parts, strict=True):
+        full = torch.full(
+            (tensors[0].shape[0], padded_length(seq_len, world_size, 1, case.layout), *tensors[0].shape[2:]),
+            torch.nan,
+            dtype=tensors[0].dtype,
+        )
+        for rank, tensor in enumerate(tensors):
+            full[:, local_index(case, rank, world_size)] = tensor
+        assert torch.equal(full[:, seq_len:], torch.zeros_like(full[:, seq_len:]))
+        whole.append(full[:, :seq_len])
+    return whole
+
+
+def everywhere(cases: list[Case]) -> list[Case]:
+    """Each case with every pair of layout, strategy and backend."""
+    return [
+        replace(case, layout=layout, strategy=strategy, backend=backend)
+        for case in cases
+        for layout, strategy, backend in (
+            ("zigzag", "ring", "sdpa"),
+            ("zigzag", "allgather", "reference"),
+            ("contiguous", "ring", "reference"),
+            ("contiguous", "allgather", "sdpa"),
+        )
+    ]
+
+
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """‖actual − reference‖ / ‖reference‖; the absolute error where the reference is 0."""
+    return ((actual.double() - reference).norm() / (reference.norm() or 1.0)).item()

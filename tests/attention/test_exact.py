@@ -1,0 +1,200 @@
+"""Ring and all-gather attention on 1 to 4 gloo processes against the dense float64 definition."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.sharding import shard_batch
+from tests.attention.cases import (
+    Case,
+    documents,
+    everywhere,
+    expected,
+    gathered,
+    inputs,
+    make_groups,
+    relative_error,
+    run_case,
+    run_cases,
+)
+from tests.attention.dense import dense_gradients, dense_mask
+from tests.distributed import run_distributed
+
+WORLD_SIZES = (1, 2, 3, 4)
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def _grid(world_size: int) -> list[Case]:
+    """Boundaries inside chunks, on edges of zigzag chunks and on rank edges of both layouts."""
+    chunk = 6
+    seq_len = 2 * world_size * chunk
+    inside = (chunk, chunk // 2, 1, 1, seq_len - chunk - chunk // 2 - 2)
+    exact = everywhere(
+        [
+            Case("one-document", ((seq_len,), (seq_len,))),
+            Case("inside-chunk-and-edges", (inside, (2 * chunk, seq_len - 2 * chunk))),
+            Case("over-all-ranks", ((1, seq_len - 3, 2), (seq_len // 2, seq_len // 2))),
+            Case("one-token-documents", ((1,) * seq_len, (3,) * (seq_len // 3))),
+            Case("padding", ((seq_len - 5, -5), (-seq_len,), (4, -3, seq_len - 8, -1))),
+            Case("length-7", ((7,), (5, 2))),
+            Case("length-23-strided", ((23,), (9, 14)), contiguous=False),
+            Case("lse-gap", ((seq_len,), (seq_len - 9, 9)), gap_tokens=chunk),
+            Case("multi-query", ((seq_len,),), num_heads=3, num_kv_heads=1),
+            Case("equal-heads", ((seq_len - 1,),), num_heads=2, num_kv_heads=2, head_dim=5),
+        ]
+    )
+    documents_ = ((seq_len // 2 + 3, seq_len // 2 - 3), (seq_len - 4, -4))
+    rounded = [
+        Case("rounded", documents_, dtype=dtype, backend=backend, strategy=strategy, head_dim=16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for strategy, backend in (("ring", "sdpa"), ("ring", "reference"), ("allgather", "sdpa"))
+    ]
+    return exact + rounded
+
+
+LONG = [
+    Case("length-698", ((698,),), num_heads=2, num_kv_heads=1),
+    Case("length-698", ((300, 398),), layout="contiguous", num_heads=2, num_kv_heads=1, dtype=torch.float32),
+    Case("length-2999", ((2999,),), num_heads=1, num_kv_heads=1, dtype=torch.float32),
+]
+GRIDS = {world_size: _grid(world_size) + (LONG if world_size == 4 else []) for world_size in WORLD_SIZES}
+
+
+@cache
+def _results(world_size: int) -> list[list[list[torch.Tensor]]]:
+    """Per case, per rank; every case of a world size shares one start of the processes."""
+    per_rank = run_distributed(run_cases, world_size, GRIDS[world_size])
+    return [list(parts) for parts in zip(*per_rank, strict=True)]
+
+
+_expected = cache(expected)
+
+
+def _one_process(case: Case) -> list[torch.Tensor]:
+    """torch's own SDPA over the whole sequence, in the case's dtype."""
+    (q, k, v), grad_out = inputs(case)
+    leaves = [x.to(case.dtype).requires_grad_() for x in (q, k, v)]
+    documents_BS = documents(case)
+    padding_BS = documents_BS < 0
+    visible = dense_mask(documents_BS) | (
+        torch.eye(documents_BS.shape[1], dtype=torch.bool) & padding_BS[..., None]
+    )
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), attn_mask=visible[:, None], enable_gqa=True
+    ).transpose(1, 2)
+    out = out.masked_fill(padding_BS[..., None, None], 0.0)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(case.dtype))]
+
+
+def _tolerances(case: Case, reference: list[torch.Tensor]) -> list[float]:
+    if case.dtype == torch.float64:
+        return [1e-12] + 3 * [1e-10]
+    if case.dtype == torch.float32:
+        return [1e-6] + 3 * [1e-5]
+    return [2 * relative_error(x, y) for x, y in zip(_one_process(case), reference, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "index"),
+    [
+        pytest.param(world_size, index, id=f"{world_size}-{case}")
+        for world_size in WORLD_SIZES
+        for index, case in enumerate(GRIDS[world_size])
+    ],
+)
+def test_output_and_gradients(world_size: int, index: int):
+    case = GRIDS[world_size][index]
+    actual = gathered(case, _results(world_size)[index])
+    reference = _expected(
+        Case(**{**vars(case), "layout": "", "strategy": "", "backend": "", "contiguous": True})
+    )
+    padding_BS = documents(case) < 0
+    for name, ours, exact, tolerance in zip(
+        NAMES, actual, reference, _tolerances(case, reference), strict=True
+    ):
+        assert ours.dtype == case.dtype, name
+        assert torch.equal(ours[padding_BS], torch.zeros_like(ours[padding_BS])), f"{name} of padding"
+        assert relative_error(ours, exact) <= tolerance, name
+
+
+def test_the_gap_case_has_a_gap():
+    """Its point is that logsumexps of different hops lie further apart than exp can take."""
+    case = next(case for case in GRIDS[2] if case.name == "lse-gap")
+    (q, k, _), _ = inputs(case)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) / q.shape[-1] ** 0.5
+    lse = torch.stack([scores[..., -1, n : n + 6].logsumexp(-1) for n in range(0, 24, 6)])
+    gaps = lse[:, None] - lse[None]
+    assert ((gaps.abs() > 89) | torch.eye(4, dtype=torch.bool)[..., None, None]).all()
+    assert (gaps.diff(dim=0) > 0).any() and (gaps.diff(dim=0) < 0).any(), "some rise, some fall"
+
+
+PERTURBED = Case("perturbed", ((9, 1, 20, 18),), num_heads=2, num_kv_heads=1)
+PERTURBED_DOCUMENT, PERTURBED_TOKEN = 2, 17
+
+
+def _perturb(rank: int, world_size: int):
+    groups = make_groups(world_size)
+    (q, k, v), grad_out = inputs(PERTURBED)
+    changed = []
+    for x in (q, k, v, grad_out):
+        x = x.clone()
+        x[:, PERTURBED_TOKEN] += 1.0
+        changed.append(x)
+    return [
+        run_case(PERTURBED, rank, world_size, groups, given)
+        for given in (((q, k, v), grad_out), (tuple(changed[:3]), changed[3]))
+    ]
+
+
+def test_a_token_changes_its_own_document_only():
+    """To the bit: forward and backward of every other document stay as they were."""
+    per_rank = run_distributed(_perturb, 4)
+    before, after = (gathered(PERTURBED, [parts[i] for parts in per_rank]) for i in (0, 1))
+    own = documents(PERTURBED)[0] == PERTURBED_DOCUMENT
+    for name, x, y in zip(NAMES, before, after, strict=True):
+        assert torch.equal(x[:, ~own], y[:, ~own]), name
+        assert not torch.equal(x[:, own], y[:, own]), name
+
+
+MANY = Case("many", ((1, 2, 3, 2) * 2500,), num_heads=1, num_kv_heads=1)
+
+
+def test_ten_thousand_short_documents():
+    actual = gathered(MANY, run_distributed(_run_many, 2))
+    leaves, grad_out = inputs(MANY)
+    lengths = torch.tensor(MANY.rows[0])
+    starts = lengths.cumsum(0) - lengths
+    for length in (1, 2, 3):
+        index = (starts[lengths == length][:, None] + torch.arange(length)).flatten()
+        shape = (-1, length, 1, MANY.head_dim)
+        small = [x[0, index].reshape(shape) for x in (*leaves, grad_out)]
+        documents_BS = torch.zeros(len(index) // length, length, dtype=torch.long)
+        reference = dense_gradients((small[0], small[1], small[2]), small[3], documents_BS)
+        for name, ours, exact in zip(NAMES, actual, reference, strict=True):
+            assert relative_error(ours[0, index].reshape(shape), exact) <= 1e-12, name
+
+
+def _run_many(rank: int, world_size: int):
+    return run_case(MANY, rank, world_size, make_groups(world_size))
+
+
+def _sums(rank: int, world_size: int):
+    """The gradient of a sum is an expanded tensor, and the same plan is used twice."""
+    groups = make_groups(world_size)
+    documents_BS = torch.zeros(1, 16, dtype=torch.long)
+    plan = shard_batch(*[documents_BS] * 4, world_size, rank).plan
+    torch.manual_seed(0)
+    x = torch.randn(1, 16 // world_size, 2, 4, dtype=torch.float64, requires_grad=True)
+    results = []
+    for grad in (None, torch.ones(1, 16 // world_size, 2, 4, dtype=torch.float64)):
+        out = ring_attention(x, x, x, plan, *groups)
+        results.append(torch.autograd.grad(out.sum() if grad is None else out, x, grad)[0])
+    return results
+
+
+def test_expanded_output_gradient():
+    for expanded, whole in run_distributed(_sums, 2):
+        assert torch.equal(expanded, whole)

@@ -1,0 +1,73 @@
+"""Layouts as rank arithmetic, and a batch cut to a shard."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpmoe.attention.sharding import LAYOUTS, padded_length, shard_batch, shard_indices
+
+
+@given(
+    seq_len=st.integers(1, 300),
+    cp_size=st.integers(1, 9),
+    num_slices=st.integers(1, 3),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_shards_partition_the_padded_sequence(seq_len, cp_size, num_slices, layout):
+    padded = padded_length(seq_len, cp_size, num_slices, layout)
+    chunks = num_slices * (1 if cp_size == 1 else cp_size * (2 if layout == "zigzag" else 1))
+    assert padded == min(n for n in range(seq_len, seq_len + chunks) if n % chunks == 0)
+    shards = [shard_indices(padded, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
+    for shard in shards:
+        assert len(shard) == padded // cp_size and (shard.diff() > 0).all()
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(padded))
+
+
+@given(cp_size=st.integers(2, 9), num_slices=st.integers(1, 2), chunk=st.integers(1, 5))
+def test_zigzag_gives_every_rank_equal_causal_work_in_every_slice(cp_size, num_slices, chunk):
+    slice_len = 2 * cp_size * chunk
+    work = []
+    for rank in range(cp_size):
+        index_T = shard_indices(num_slices * slice_len, cp_size, rank, "zigzag", num_slices)
+        work.append([(part + 1).sum().item() for part in index_T.split(2 * chunk)])
+    assert all(row == work[0] for row in work)
+
+
+def test_zigzag_deals_mirrored_chunks():
+    assert shard_indices(16, 4, 1).tolist() == [2, 3, 12, 13]
+    assert shard_indices(16, 2, 1, num_slices=2).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert shard_indices(16, 4, 1, "contiguous").tolist() == [4, 5, 6, 7]
+
+
+def test_a_shard_carries_what_cannot_be_computed_from_it():
+    tokens_BS = torch.arange(100, 107)[None]
+    labels_BS = torch.cat((tokens_BS[:, 1:], torch.tensor([[-100]])), dim=1)
+    positions_BS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    documents_BS = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    first, second = (
+        shard_batch(tokens_BS, labels_BS, positions_BS, documents_BS, 2, rank) for rank in range(2)
+    )
+    assert first.tokens_BT.tolist() == [[100, 101, 106, 0]]
+    assert first.labels_BT.tolist() == [[101, 102, -100, -100]]
+    assert first.positions_BT.tolist() == [[0, 1, 3, 0]]
+    assert first.documents_BT.tolist() == [[0, 0, 1, -1]]
+    assert second.tokens_BT.tolist() == [[102, 103, 104, 105]]
+    assert second.labels_BT.tolist() == [[103, 104, 105, 106]]
+    assert second.positions_BT.tolist() == [[2, 0, 1, 2]]
+
+
+def test_errors_name_the_value_and_the_choices():
+    with pytest.raises(ValueError, match=r"attention\.layout = 'striped': must be one of zigzag, contiguous"):
+        padded_length(8, 2, layout="striped")
+    with pytest.raises(ValueError, match="padded length 9: must be a positive multiple of 4"):
+        shard_indices(9, 2, 0)
+    x = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"must all be one \[B, S\]"):
+        shard_batch(x, x[:, :3], x, x, 2, 0)
+    with pytest.raises(ValueError, match=r"documents\[0\] has id 5 on 2 separate runs"):
+        shard_batch(x, x, x, torch.tensor([[5, 6, 5, 5]]), 2, 0)
+    with pytest.raises(ValueError, match=r"documents\[0\] has id -2: must be ≥ 0, or -1 for padding"):
+        shard_batch(x, x, x, torch.tensor([[0, 0, -2, -2]]), 2, 0)
+    with pytest.raises(ValueError, match=r"cp_rank = 2: must be in \[0, 2\)"):
+        shard_batch(x, x, x, x, 2, 2)
