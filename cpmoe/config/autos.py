@@ -118,7 +118,7 @@ def _auto_legal() -> str:
 
 
 def _as_recipe(json_path: str, value: Any) -> Any:
-    return OPTIMIZERS.get(value, value) if json_path == "optimizer.type" else value
+    return OPTIMIZERS.get(str(value), value) if json_path == "optimizer.type" else value
 
 
 def _is_zero_auto(recipe: Settings, path: str) -> bool:

@@ -122,9 +122,9 @@ def check_optimizer(config: DeepSpeedConfig, recipe: Recipe) -> Iterator[Problem
     """Parameters that the optimizer or the scheduler does not take, or lacks."""
     if config.optimizer:
         legal = OPTIMIZER_PARAMS[recipe.optim.name]
-        for name in config.optimizer.params.model_dump(exclude_unset=True):
+        for name, value in config.optimizer.params.model_dump(exclude_unset=True).items():
             if name not in legal:
-                yield unknown_key(f"optimizer.params.{name}", legal)
+                yield unknown_key(f"optimizer.params.{name}", legal, value)
     scheduler = config.scheduler
     if scheduler:
         given = scheduler.params.model_dump(exclude_unset=True)

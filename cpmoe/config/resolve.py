@@ -59,7 +59,10 @@ class RunConfig:
             **self.deepspeed,
             "train_batch_size": self.batch.global_batch_size,
             "gradient_clipping": self.gradient_clipping,
-            "cpmoe": self.cpmoe.model_dump(mode="json", exclude_none=True),
+            "cpmoe": {
+                **self.cpmoe.model_dump(mode="json", exclude={"communication"}),
+                "communication": self.cpmoe.communication.options(),
+            },
         }
 
     def to_json(self) -> str:
@@ -120,6 +123,8 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
 ) -> RunConfig:
     """Resolves settings already read; see `load_run`."""
+    if world_size < 1:
+        raise ConfigError([Problem("the world size", "must be at least 1", world_size, "integers >= 1")])
     recipe, config = _parse_both(recipe_settings, deepspeed_settings)
     cpmoe, stage = config.cpmoe, config.zero_optimization.stage
 

@@ -18,7 +18,8 @@ def _zero_from_auto(value: object) -> object:
     return 0 if value == "auto" else value
 
 
-def _int_from_whole_float(value: object) -> object:
+def _int_from_whole_number(value: object) -> object:
+    value = _number_from_text(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -36,9 +37,9 @@ Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 CountOrAuto = Annotated[int, BeforeValidator(_zero_from_auto), Field(ge=0)]
-Size = Annotated[int, BeforeValidator(_int_from_whole_float), Field(ge=0)]
+Size = Annotated[int, BeforeValidator(_int_from_whole_number), Field(ge=0)]
 """A number of elements; JSON files write it as 5e8 as well."""
-PositiveSize = Annotated[int, BeforeValidator(_int_from_whole_float), Field(ge=1)]
+PositiveSize = Annotated[int, BeforeValidator(_int_from_whole_number), Field(ge=1)]
 
 
 class Block(BaseModel):
