@@ -44,7 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "first_k_dense_replace": 0,
         "n_shared_experts": 0,
-        "use_qk_norm": False,
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
     },
@@ -53,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "first_k_dense_replace": 0,
         "n_shared_experts": 2,
+        "use_qk_norm": False,
         "num_key_value_heads": 1,
     },
 }
@@ -66,8 +66,9 @@ def model_config(variant: str, **changes: Any) -> ModelConfig:
 def full_weights(config: ModelConfig, seed: int, routing: str = "random") -> dict[str, Tensor]:
     """Whole weights by parameter name, float64, experts as [E, out, in].
 
-    routing: random; skewed (a token's vocabulary quarter chooses its first expert); starved (no token
-    ever reaches the last expert); crowded (every token's first expert is expert 1).
+    routing: random; skewed (the part of the vocabulary a token is of chooses its first two experts, by a
+    wide margin); starved (no token ever reaches the last expert); crowded (every token's first expert is
+    expert 1).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -78,12 +79,14 @@ def full_weights(config: ModelConfig, seed: int, routing: str = "random") -> dic
         return 1 + 0.2 * torch.randn(size, generator=generator, dtype=torch.float64)
 
     hidden, vocab, experts = config.hidden_size, config.vocab_size, config.num_experts
-    embedding_VM = matrix(vocab, hidden, gain=hidden**0.5)
+    # Logits of a few units: a saturated softmax would leave float32 itself no digits for the tolerances.
+    embedding_VM = matrix(vocab, hidden, gain=1.0 if config.tie_word_embeddings else hidden**0.5)
     routers = [3.0 * matrix(experts, hidden) for _ in range(config.num_hidden_layers)]
     if routing == "skewed":
         directions_EM = 4 * torch.eye(experts, hidden, dtype=torch.float64)
-        embedding_VM += directions_EM[torch.arange(vocab) * experts // vocab]
-        routers = [router + directions_EM for router in routers]
+        first_V = torch.arange(vocab) * experts // vocab
+        embedding_VM += 2 * directions_EM[first_V] + directions_EM[(first_V + 1) % experts]
+        routers = [0.3 * router + directions_EM for router in routers]
     elif routing in ("starved", "crowded"):
         embedding_VM[:, 0] = 6
         expert, sign = (experts - 1, -1) if routing == "starved" else (1, 1)
@@ -194,7 +197,7 @@ CASES: dict[str, Case] = {
     # 5 tokens: fewer than chunks at CP 4, so a rank holds padding only; one sequence is all padding.
     "short": Case("base", [[5], [1, 4], [2, 2], []]),
     "skewed": Case("base", _WHOLE, routing="skewed"),
-    "starved": Case("tied", _PACKED, routing="starved"),
+    "starved": Case("base", _PACKED, routing="starved"),
     "crowded": Case("top1", _PACKED, routing="crowded"),
     "top1": Case("top1", [[32], [31, 1], [1, 31], [16, 16]], labels="uneven"),
 }
@@ -202,14 +205,14 @@ CASES: dict[str, Case] = {
 SEEDS = {
     "whole": 160,
     "packed": 104,
-    "uneven": 150,
+    "uneven": 155,
     "one_label": 104,
-    "ragged": 151,
+    "ragged": 131,
     "short": 144,
-    "skewed": 135,
-    "starved": 138,
-    "crowded": 107,
-    "top1": 119,
+    "skewed": 124,
+    "starved": 120,
+    "crowded": 151,
+    "top1": 105,
 }
 
 

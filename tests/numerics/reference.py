@@ -213,7 +213,7 @@ def clip_coefficient(grad_norm: float, max_norm: float) -> float:
 
 
 class ReferenceSGD:
-    """buf = momentum · buf + (g + decay · w); w -= lr · buf."""
+    """buf = momentum · buf + (g + decay · w); w -= lr · buf. Only matrices decay."""
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
@@ -225,14 +225,17 @@ class ReferenceSGD:
         """The new weights, float64."""
         new = {}
         for name, weight in weights.items():
-            grad = clip * grads[name] + self.weight_decay * weight
+            grad = clip * grads[name] + _decay(self.weight_decay, weight) * weight
             self.buffers[name] = self.momentum * self.buffers.get(name, torch.zeros_like(grad)) + grad
             new[name] = weight - self.lr * self.buffers[name]
         return new
 
 
 class ReferenceAdamW:
-    """AdamW (arXiv 1711.05101): decoupled decay, bias-corrected moments, eps outside the root."""
+    """AdamW (arXiv 1711.05101): decoupled decay, bias-corrected moments, eps outside the root.
+
+    Only matrices decay.
+    """
 
     def __init__(
         self,
@@ -260,5 +263,9 @@ class ReferenceAdamW:
             self.moments[name] = mean, square
             denominator = (square / (1 - beta2**self.steps)).sqrt() + self.eps
             update = mean / (1 - beta1**self.steps) / denominator
-            new[name] = weight * (1 - self.lr * self.weight_decay) - self.lr * update
+            new[name] = weight * (1 - self.lr * _decay(self.weight_decay, weight)) - self.lr * update
         return new
+
+
+def _decay(weight_decay: float, weight: Tensor) -> float:
+    return weight_decay if weight.ndim > 1 else 0.0

@@ -119,7 +119,7 @@ def test_the_switch_loss_is_that_of_transformers() -> None:
     assert result.zloss == pytest.approx(logsumexp.square().mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("variant", "seed"), [("base", 38), ("tied", 35), ("top1", 49)])
+@pytest.mark.parametrize(("variant", "seed"), [("base", 38), ("tied", 17), ("top1", 34)])
 def test_the_gradient_is_that_of_the_loss_it_reports(variant: str, seed: int) -> None:
     """Central differences along one random direction per tensor, aux and z loss and accumulation included."""
     config = model_config(variant)
@@ -154,26 +154,36 @@ def test_padding_from_the_loader_changes_nothing() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_optimizers_are_those_of_torch(optimizer: str) -> None:
+    """Matrices decay and vectors do not; clipping bites in some steps."""
     generator = torch.Generator().manual_seed(0)
-    start = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in "ab"}
-    params = [value.clone().requires_grad_() for value in start.values()]
+
+    def draw() -> dict[str, Tensor]:
+        shapes = {"matrix": (4, 3), "vector": (5,)}
+        return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+
+    weights = draw()
+    params = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    groups = [
+        {"params": params["matrix"], "weight_decay": 0.1},
+        {"params": params["vector"], "weight_decay": 0.0},
+    ]
     if optimizer == "adamw":
         ours: ReferenceAdamW | ReferenceSGD = ReferenceAdamW(1e-2, (0.8, 0.9), 1e-8, 0.1)
-        theirs: torch.optim.Optimizer = torch.optim.AdamW(params, 1e-2, (0.8, 0.9), 1e-8, 0.1)
+        theirs: torch.optim.Optimizer = torch.optim.AdamW(groups, 1e-2, (0.8, 0.9), 1e-8)
     else:
         momentum = 0.9 if optimizer == "momentum" else 0.0
         ours = ReferenceSGD(1e-2, momentum, weight_decay=0.1)
-        theirs = torch.optim.SGD(params, 1e-2, momentum, weight_decay=0.1)
-    weights, biting = start, 0
-    for _ in range(5):
-        grads = {name: torch.randn(4, 3, generator=generator, dtype=torch.float64) for name in "ab"}
-        for param, grad in zip(params, grads.values(), strict=True):
-            param.grad = grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(params, 4.5).item()
-        clip = clip_coefficient(norm, 4.5)
+        theirs = torch.optim.SGD(groups, 1e-2, momentum)
+    biting = 0
+    for _ in range(8):
+        grads = draw()
+        for name, param in params.items():
+            param.grad = grads[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), 4.0).item()
+        clip = clip_coefficient(norm, 4.0)
         biting += clip < 1
         theirs.step()
         weights = ours.step(weights, grads, clip)
-        for param, value in zip(params, weights.values(), strict=True):
-            torch.testing.assert_close(param.detach(), value, rtol=1e-12, atol=1e-13)
-    assert 0 < biting < 5
+        for name, param in params.items():
+            torch.testing.assert_close(param.detach(), weights[name], rtol=1e-12, atol=1e-13)
+    assert 0 < biting < 8
