@@ -21,6 +21,15 @@ COUNTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan():
+    """Rows or gradients that nobody writes can not pass by luck."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def splits(counts: list[int]) -> RowSplits:
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     return RowSplits(send=[sum(counts)], blocks=[counts], counts=counts, offsets_E=offsets)
