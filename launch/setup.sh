@@ -66,9 +66,13 @@ install() {
     local torch script
     torch=$(torch_requirement)
     pip install -c constraints.txt -e '.[dev]' "$torch" || return 1
-    if [[ $root == *\ * ]]; then # pip gives DeepSpeed's scripts a first line that a space in the path breaks
-        for script in "$venv"/bin/deepspeed "$venv"/bin/ds*; do sed -i.bak '1s|^#!.*|#!/usr/bin/env python|' "$script"; done
-        rm -f "$venv"/bin/*.bak
+    # pip gives DeepSpeed's scripts a first line that a space in the path breaks.
+    if [[ $root == *\ * ]]; then
+        for script in "$venv"/bin/*; do
+            if grep -qIF "#!$venv/bin/python" "$script"; then
+                sed -i.bak '1s|^#!.*|#!/usr/bin/env python|' "$script" && rm "$script.bak"
+            fi
+        done
     fi
 }
 
