@@ -109,7 +109,8 @@ class TrainingEngine:
         parameters = parameter_groups(model, run.recipe.optim.weight_decay)
         if split and run.zero_stage < 3:
             parameters = split_params_into_different_moe_groups_for_optimizer(parameters)
-        config = engine_config(run)
+        # A copy: DeepSpeed writes into it.
+        config = copy.deepcopy(run.deepspeed)
         schedule = None
         if "scheduler" not in config:
             schedule = lambda optimizer: build_schedule(  # noqa: E731
@@ -231,17 +232,3 @@ class TrainingEngine:
 def _held(parameter: nn.Parameter) -> torch.Tensor:
     """The part of a parameter that this rank keeps: all of it, or its ZeRO-3 partition."""
     return getattr(parameter, "ds_tensor", parameter)
-
-
-def engine_config(run: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed gets: the resolved JSON, with clipping taken over at stage 0."""
-    config = copy.deepcopy(run.deepspeed)
-    config["zero_allow_untested_optimizer"] = True
-    if run.zero_stage == 0:
-        config["gradient_clipping"] = 0.0
-    else:
-        zero = config.setdefault("zero_optimization", {})
-        # The optimizer is torch's, on the CPU too: the tests hold it exact, and nothing is compiled.
-        config["zero_force_ds_cpu_optimizer"] = False
-        zero.setdefault("reduce_scatter", True)
-    return config

@@ -17,14 +17,11 @@ from cpmoe.config.resolve import RunConfig
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "datasets", "tokenizers", "pydantic")
 
 
-def write_run_files(folder: Path, run: RunConfig, engine_config: dict[str, Any]) -> None:
-    """Saves the resolved recipe, the JSON, what DeepSpeed got of it, versions and git commit in `folder`."""
+def write_run_files(folder: Path, run: RunConfig) -> None:
+    """Saves the resolved recipe and JSON, which start the same run again, and versions and git commit."""
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = run.recipe.model_dump(mode="json")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    blocks = {"cpmoe": run.cpmoe.model_dump(mode="json"), **run.deepspeed}
-    (folder / "deepspeed.json").write_text(json.dumps(blocks, indent=2) + "\n")
-    (folder / "deepspeed_engine.json").write_text(json.dumps(engine_config, indent=2) + "\n")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(run.recipe_tree(), sort_keys=False))
+    (folder / "deepspeed.json").write_text(json.dumps(run.json_tree(), indent=2) + "\n")
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
 
 

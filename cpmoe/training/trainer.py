@@ -21,7 +21,7 @@ from cpmoe.data.store import PreparedData
 from cpmoe.model.flops import flops_per_token
 from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
-from cpmoe.training.engine import TrainingEngine, build_groups, build_model, engine_config
+from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
@@ -39,7 +39,7 @@ class Trainer:
         self.groups = build_groups(run)
         self.rank = self.groups.rank
         if self.rank == 0:
-            write_run_files(self.folder, run, engine_config(run))
+            write_run_files(self.folder, run)
         self.engine = TrainingEngine(run, build_model(run, self.groups), self.groups)
         self.watch = GradientWatch(self.engine.model)
         self._build_data(prepared)
