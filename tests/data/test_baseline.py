@@ -21,8 +21,7 @@ def skewed_documents(seed: int, count: int) -> DocumentSet:
     pieces, starts, lengths, place = [], [], [], 0
     for i in range(count):
         length = int(random.integers(1, 12))
-        document = np.cumsum(random.choice([1, 2, 3], size=length, p=[0.8, 0.15, 0.05])) % (VOCAB - 1)
-        document[-1] = VOCAB - 1
+        document = np.cumsum(random.choice([1, 2, 3], size=length, p=[0.8, 0.15, 0.05])) % VOCAB
         gap = 2 * (i % 3 == 0)
         pieces += [np.zeros(gap, dtype=np.int64), document]
         starts.append(place + gap)
