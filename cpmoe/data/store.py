@@ -49,13 +49,14 @@ class Meta:
     checksum: str
 
     def save(self, folder: Path) -> None:
-        (folder / META_FILE).write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        content = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        (folder / META_FILE).write_text(content + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Meta:
         """Raises ValueError where `folder` was not prepared, or by another format version."""
         try:
-            content = json.loads((folder / META_FILE).read_text())
+            content = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(
                 f"data.path = {str(folder)!r}: holds no prepared data ({META_FILE} is missing); "

@@ -168,7 +168,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 def _configured_eos(path: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
-    eos = json.loads(path.read_text()).get("eos_token")
+    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     # transformers writes the token as a string, or as an AddedToken with its content.
     if isinstance(eos, dict):
         eos = eos.get("content")
