@@ -19,6 +19,7 @@ from cpmoe.data.store import DocumentSet
 
 IGNORE = -100
 PADDING_DOCUMENT = -1
+MAX_BLOCK = 1 << 20
 
 
 class PackedSequence(NamedTuple):
@@ -48,11 +49,12 @@ class _Stream:
 
 
 class PackedDataset:
-    """The endless training stream: epoch after epoch of all documents, each in its own order.
+    """The endless training sequences: windows of a stream that is epoch after epoch of all documents.
 
-    Sequence i is defined for every i >= 0. The order of the documents depends on (seed, epoch) alone. The
-    last, incomplete window of an epoch is filled from the next one: no token is dropped, and a data set
-    shorter than one sequence works.
+    The order of the documents depends on (seed, epoch) alone. The last, incomplete window of an epoch is
+    filled from the next one: no token is dropped, and a data set shorter than one sequence works. Windows
+    are shuffled once more, in blocks of an epoch or at most MAX_BLOCK of them; else a batch would be a few
+    long documents, read from one end to the other. Sequence i is defined for every i >= 0.
     """
 
     def __init__(self, documents: DocumentSet, seq_len: int, seed: int) -> None:
@@ -61,13 +63,22 @@ class PackedDataset:
         self.seq_len = seq_len
         self.seed = seed
         self.tokens_per_epoch = documents.num_tokens
+        self.windows_per_block = min(max(self.tokens_per_epoch // seq_len, 1), MAX_BLOCK)
         self._streams: dict[int, _Stream] = {}
+        self._block: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def epoch(self, sequences: int) -> float:
         """Epochs completed after so many sequences."""
         return sequences * self.seq_len / self.tokens_per_epoch
 
     def __getitem__(self, index: int) -> PackedSequence:
+        block, place = divmod(index, self.windows_per_block)
+        if self._block[0] != block:
+            self._block = block, window_order(self.windows_per_block, self.seed, block)
+        return self.window(block * self.windows_per_block + int(self._block[1][place]))
+
+    def window(self, index: int) -> PackedSequence:
+        """The window of the unshuffled stream that begins at token `index` * seq_len."""
         epoch, start = divmod(index * self.seq_len, self.tokens_per_epoch)
         needed = self.seq_len + 1
         parts = []
@@ -81,8 +92,8 @@ class PackedDataset:
 
     def _stream(self, epoch: int) -> _Stream:
         if epoch not in self._streams:
-            # A window reads two neighbouring epochs at most, unless epochs are shorter than windows.
-            for old in sorted(self._streams)[:-1]:
+            # A block of windows reads three neighbouring epochs at most, unless epochs are very short.
+            for old in sorted(self._streams)[:-2]:
                 del self._streams[old]
             order_N = document_order(len(self.documents), self.seed, epoch)
             self._streams[epoch] = _Stream(
@@ -130,7 +141,16 @@ def document_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     Sorted raw output of the bit generator: numpy keeps that stream the same in all versions and on all
     machines, which it does not promise for `Generator.permutation`.
     """
-    keys_N = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_documents)
+    return _permutation(num_documents, [seed, epoch])
+
+
+def window_order(num_windows: int, seed: int, block: int) -> np.ndarray:
+    """int64 [N]: the permutation of the windows of one block; as stable as `document_order`."""
+    return _permutation(num_windows, [seed, block, 1])
+
+
+def _permutation(count: int, entropy: list[int]) -> np.ndarray:
+    keys_N = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count)
     return np.argsort(keys_N, kind="stable")
 
 

@@ -14,6 +14,7 @@ from cpmoe.data.packing import (
     PackedSequence,
     document_order,
     padding_sequence,
+    window_order,
 )
 from tests.data.helpers import places, unique_documents
 
@@ -45,7 +46,7 @@ def test_every_token_of_every_epoch_once_with_its_label_position_and_document(le
     dataset = PackedDataset(unique_documents(lengths, seed), seq_len, seed)
     total = sum(lengths)
     epochs = 3
-    sequences = [dataset[i] for i in range(-(-epochs * total // seq_len))]
+    sequences = [dataset.window(i) for i in range(-(-epochs * total // seq_len))]
     for sequence in sequences:
         check_sequence(sequence, lengths, seq_len)
     stream = np.concatenate([sequence.tokens_S for sequence in sequences])
@@ -78,9 +79,31 @@ def test_epochs_and_seeds_shuffle_differently_and_deterministically():
     assert list(range(150)) not in orders
 
 
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.integers(1, 64), st.integers(0, 5))
+def test_sequences_are_the_windows_of_each_block_once(lengths, seq_len, seed):
+    dataset = PackedDataset(unique_documents(lengths), seq_len, seed)
+    size = max(sum(lengths) // seq_len, 1)
+    for block in range(3):
+        indices = range(block * size, (block + 1) * size)
+        shuffled = sorted(str(dataset[i]) for i in indices)
+        assert shuffled == sorted(str(dataset.window(i)) for i in indices)
+
+
+def test_windows_of_one_long_document_are_spread_over_the_epoch():
+    dataset = PackedDataset(unique_documents([64 * 100]), 64, seed=0)
+    orders = [[int(dataset[block * 100 + i].tokens_S[0]) for i in range(100)] for block in range(2)]
+    assert orders[0] != orders[1]
+    for order in orders:
+        assert sorted(order) == list(range(0, 6400, 64))
+        neighbours = sum(after - before == 64 for before, after in itertools.pairwise(order))
+        assert neighbours < 10
+
+
 def test_document_order_is_the_same_on_every_machine_and_numpy():
     assert document_order(10, seed=0, epoch=0).tolist() == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
     assert document_order(10, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 8, 9, 0, 6]
+    assert window_order(10, seed=7, block=3).tolist() == [1, 9, 6, 5, 0, 7, 2, 8, 3, 4]
 
 
 def test_one_token_documents():
@@ -104,7 +127,7 @@ def test_document_longer_than_the_sequence_continues_in_the_next():
 def test_ten_thousand_short_documents():
     lengths = (np.arange(10_000) % 5 + 1).tolist()
     dataset = PackedDataset(unique_documents(lengths), 4096, seed=1)
-    sequences = [dataset[i] for i in range(8)]
+    sequences = [dataset.window(i) for i in range(8)]
     for sequence in sequences:
         check_sequence(sequence, lengths, 4096)
     stream = np.concatenate([sequence.tokens_S for sequence in sequences])[: sum(lengths)]
