@@ -83,12 +83,12 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
             print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         return 1
     if leads:
-        report(run, prepared, time.perf_counter() - start)
+        report(run, prepared, trainer.step, time.perf_counter() - start)
     dist.destroy_process_group()
     return 0
 
 
-def report(run: RunConfig, prepared: PreparedData, seconds: float) -> None:
+def report(run: RunConfig, prepared: PreparedData, step: int, seconds: float) -> None:
     """Says how it went, where everything is, and what to try next."""
     from cpmoe.data.baseline import MAX_VOCABULARY, bigram_loss
     from cpmoe.data.packing import HeldoutDataset
@@ -103,9 +103,14 @@ def report(run: RunConfig, prepared: PreparedData, seconds: float) -> None:
         heldout = HeldoutDataset(prepared.documents("heldout"), data.seq_len, train_config.eval_sequences)
         baseline = bigram_loss(prepared.documents("train"), heldout)
     curve = draw_loss_curve(folder, baseline)
-    print(f"\ndone in {format_seconds(seconds)}")
+    steps = run.recipe.train.steps
+    if step < steps:
+        print(f"\nstopped at step {step} of {steps}; the same command with the same train.out_dir continues")
+    else:
+        print(f"\ndone in {format_seconds(seconds)}")
     if evaluations:
-        print(f"  held-out loss   {evaluations[max(evaluations)]['loss']:.4f} nats per token")
+        last = max(evaluations)
+        print(f"  held-out loss   {evaluations[last]['loss']:.4f} nats per token at step {last}")
     if baseline is not None:
         print(f"  bigram model    {baseline:.4f} nats per token on the same held-out text")
     print(f"  loss curve      {curve}")
