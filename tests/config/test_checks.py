@@ -118,11 +118,6 @@ REFUSED = [
         f'{ZERO}.offload_param.device = "nvme": is none of the legal choices; legal: "none", "cpu"',
     ),
     (
-        {"bf16.enabled": True, f"{ZERO}.stage": 0},
-        f"{ZERO}.stage = 0: with bf16 DeepSpeed leaves the experts out of the gradient norm at stage 0; "
-        "legal: 1, 2, 3, or bf16.enabled false",
-    ),
-    (
         {"bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"},
         'data_types.grad_accum_dtype = "fp32": with bf16 at stage 1 it selects an optimizer not measured '
         "with expert groups; legal: leave it out, or stage 2 or 3",
