@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from cpmoe.config.errors import ConfigError, Problem
 from cpmoe.config.resolve import RunConfig, load_run
 from cpmoe.data.store import PreparedData
+
+GRACE_SECONDS = 10.0
 
 
 def main() -> int:
@@ -29,8 +32,16 @@ def main() -> int:
     except ValueError as error:
         if rank == "0":
             print(error, file=sys.stderr, flush=True)
+        else:
+            wait_for_rank_0()
         return 2
     return train(run, prepared)
+
+
+def wait_for_rank_0() -> None:
+    """Lets rank 0 speak first: the launcher ends every rank within a second of the first that leaves."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(GRACE_SECONDS)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,9 +89,10 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
         trainer = Trainer(run, prepared, device)
         trainer.train()
     except (ValueError, OSError, NonFiniteError) as error:
-        # Other ranks raise the same error or are ended by the launcher.
-        if leads or isinstance(error, OSError):
-            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        # Where rank 0 raised it too, this rank does not return from the wait.
+        if not leads:
+            wait_for_rank_0()
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         return 1
     if leads:
         report(run, prepared, trainer.step, time.perf_counter() - start)
