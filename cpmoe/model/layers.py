@@ -33,7 +33,10 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of the rotary angles, [B, T, 1, D/2], shared by all layers of a forward."""
+    """Cosines and signed sines of the rotary angles, [B, T, 1, D], shared by all layers of a forward.
+
+    The sine is negative in the first half of D, so that a rotation is x · cos + roll(x, D/2) · sin.
+    """
 
     cos_BT1D: Tensor
     sin_BT1D: Tensor
@@ -48,15 +51,14 @@ def rotary_angles(positions_BT: Tensor, head_dim: int, theta: float, dtype: torc
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_BT.device) / head_dim
     angles_BTD = positions_BT[..., None].double() * theta**-exponents
     wide = torch.promote_types(dtype, torch.float32)
-    return Rotary(angles_BTD.cos().to(wide)[:, :, None], angles_BTD.sin().to(wide)[:, :, None])
+    cos_BT1D, sin_BT1D = angles_BTD.cos().to(wide)[:, :, None], angles_BTD.sin().to(wide)[:, :, None]
+    return Rotary(torch.cat((cos_BT1D, cos_BT1D), dim=-1), torch.cat((-sin_BT1D, sin_BT1D), dim=-1))
 
 
 def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Applies RoPE to the two halves of the head dim (the layout of HF Llama); keeps the dtype."""
-    first, second = x_BTHD.chunk(2, dim=-1)
-    cos, sin = rotary
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_BTHD.dtype)
+    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHD * rotary.cos_BT1D, swapped_BTHD, rotary.sin_BT1D).to(x_BTHD.dtype)
 
 
 class Attention(nn.Module):

@@ -23,20 +23,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight_VM = torch.zeros_like(weight_VM, dtype=wide) if needs_grad else None
         for start in range(0, labels_T.shape[0], chunk):
             part = slice(start, start + chunk)
-            hidden_CM, labels_C = hidden_TM[part], labels_T[part]
-            ignored_C = labels_C == IGNORED_LABEL
-            target_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
-            logits_CV = (hidden_CM @ weight_VM.t()).to(wide)
-            lse_C = torch.logsumexp(logits_CV, dim=-1)
-            loss_C = lse_C - logits_CV.gather(1, target_C1)[:, 0]
-            losses_T[part] = loss_C.masked_fill_(ignored_C, 0)
+            ignored_C1 = (labels_T[part] == IGNORED_LABEL)[:, None]
+            target_C1 = labels_T[part, None].masked_fill(ignored_C1, 0)
+            # Zeroed here, an ignored row adds nothing to the weight's gradient: no pass over its logits.
+            hidden_CM = hidden_TM[part].masked_fill(ignored_C1, 0)
+            log_probs_CV = torch.log_softmax(hidden_CM @ weight_VM.t(), dim=-1, dtype=wide)
+            losses_T[part] = -log_probs_CV.gather(1, target_C1).masked_fill_(ignored_C1, 0)[:, 0]
             if grad_hidden_TM is None or grad_weight_VM is None:
                 continue
-            grad_logits_CV = logits_CV.sub_(lse_C[:, None]).exp_()
-            grad_logits_CV.scatter_add_(1, target_C1, torch.full_like(lse_C, -1)[:, None])
-            grad_logits_CV.masked_fill_(ignored_C[:, None], 0)
+            grad_logits_CV = log_probs_CV.exp_()
+            grad_logits_CV.scatter_add_(1, target_C1, -torch.ones_like(target_C1, dtype=wide))
             narrow_CV = grad_logits_CV.to(hidden_TM.dtype)
             torch.mm(narrow_CV, weight_VM, out=grad_hidden_TM[part])
+            grad_hidden_TM[part].masked_fill_(ignored_C1, 0)
             if wide == hidden_TM.dtype:
                 grad_weight_VM.addmm_(narrow_CV.t(), hidden_CM)
             else:
