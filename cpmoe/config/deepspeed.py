@@ -252,6 +252,7 @@ class DeepSpeedConfig(Block):
     bf16: Bf16 = Bf16()
     data_types: DataTypes = DataTypes()
     communication_data_type: Literal["fp32", "bf16"] | None = None
+    """Of gradient sums over ranks: float32 unless "bf16" is asked for, which halves their traffic."""
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     tensorboard: TensorBoard = TensorBoard()

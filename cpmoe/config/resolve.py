@@ -225,6 +225,9 @@ def _deepspeed_dict(config: DeepSpeedConfig, recipe: Recipe, batch: BatchEquatio
         gradient_clipping=recipe.optim.max_grad_norm if config.zero_optimization.stage else 0.0,
         zero_allow_untested_optimizer=True,
     )
+    if config.bf16.enabled and config.communication_data_type is None:
+        # Partial gradients of ranks cancel: summed in bfloat16 they triple the error of one process.
+        resolved["communication_data_type"] = "fp32"
     if offload and offload.device != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False
     return resolved

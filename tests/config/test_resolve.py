@@ -233,3 +233,15 @@ def test_a_configuration_is_resolved_without_torch_or_deepspeed(files):
         "sys.exit(bool({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"bf16.enabled": True}, "fp32"),
+        ({"bf16.enabled": True, "communication_data_type": "bf16"}, "bf16"),
+    ],
+)
+def test_bfloat16_gradients_are_summed_in_float32_unless_asked_otherwise(files, changes, expected):
+    assert files.load({}, changes).deepspeed.get("communication_data_type") == expected
