@@ -5,6 +5,8 @@ Shape letters: B batch, T queries, U keys, H query heads, G KV heads, D head dim
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +19,7 @@ from cpmoe.attention.blocks import (
     SavedForward,
     select_backend,
 )
+from cpmoe.attention.blocks.kernels_cpu import even_pieces
 from cpmoe.attention.blocks.sdpa import CUDA_EFFICIENT, CUDA_FLASH, Kernel
 from cpmoe.attention.plan import Rectangle, TokenRanges, build_plan
 from cpmoe.attention.ring import ring_attention
@@ -157,6 +160,36 @@ def test_scale_and_one_rank_without_groups(backend):
     exact[1] = exact[1] * 0.5 * 4
     for ours, theirs in zip((out.detach(), *grads), exact, strict=True):
         assert relative_error(ours, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 515, 1037])
+def test_long_causal_blocks(length):
+    """The CPU kernel's causal blocks are cut in halves and a rest; the second document is off their grid."""
+    documents_BS = torch.stack((torch.zeros(length, dtype=torch.long), (torch.arange(length) > 77).long()))
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        exact_inputs = [x[:, :, :, :4].to(dtype).double() for x in _tensors(length, length, batch_size=2)]
+        leaves = [x.to(dtype).requires_grad_() for x in exact_inputs[:3]]
+        out = ring_attention(*leaves, build_plan(documents_BS, 1, 0), None, None, "sdpa")
+        grads = torch.autograd.grad(out, leaves, exact_inputs[3].to(dtype))
+        q, k, v, grad_out = exact_inputs
+        exact = dense_gradients((q, k, v), grad_out, documents_BS)
+        for ours, theirs in zip((out.detach(), *grads), exact, strict=True):
+            assert relative_error(ours, theirs) <= tolerance
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=st.integers(0, 50), length=st.integers(1, 2000), causal=st.booleans())
+def test_even_pieces_cover_a_rectangle_once(start, length, causal):
+    whole = Rectangle(0, 1, start, start + length, start, start + length, causal, opens=True)
+    pieces = even_pieces(whole)
+    assert sum(piece.num_pairs for piece in pieces) == whole.num_pairs
+    assert pieces[0].opens and [piece.opens for piece in pieces[1:]] == [True, False][: len(pieces) - 1]
+    if len(pieces) > 1:
+        main, below, corner = pieces
+        assert main[2:4] == main[4:6] and corner[2:4] == corner[4:6] and corner.q_stop == whole.q_stop
+        assert main.q_stop == below.q_start == corner.q_start and below[4:6] == main[4:6]
+        assert (main.causal, below.causal, corner.causal) == (True, False, True)
+        assert 0 < corner.q_stop - corner.q_start < 32
 
 
 def test_errors_name_what_can():

@@ -42,12 +42,22 @@ def query_rows(rectangle: Rectangle) -> tuple[slice, slice]:
     return slice(rectangle.batch_start, rectangle.batch_stop), slice(rectangle.q_start, rectangle.q_stop)
 
 
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Adds the attention over further keys to `out` [..., D] and `lse` [...], in place.
+
+    The log-sum-exp rule of blockwise attention (Liu et al., arXiv 2310.01889): a new part of weight
+    w = exp(lse_new − logaddexp(lse, lse_new)) moves the output by w · (out_new − out).
+    """
+    # A sigmoid cannot overflow; its NaN, from −inf − −inf, is a query that still sees nothing.
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(nan=0.0)
+    out.lerp_(new_out, weight[..., None])
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
 class RunningSoftmax:
     """Output and logsumexp over the keys seen so far; queries that saw none have 0 and −inf.
 
-    Merging is the log-sum-exp rule of blockwise attention (Liu et al., arXiv 2310.01889): a new part of
-    weight w = exp(lse_new − logaddexp(lse, lse_new)) moves the output by w · (out_new − out). Both are kept
-    in `accumulation_dtype`.
+    Both are kept in `accumulation_dtype`.
     """
 
     def __init__(self, q_BTHD: Tensor) -> None:
@@ -69,10 +79,7 @@ class RunningSoftmax:
             running_out_BTHD.copy_(out_BTHD)
             running_lse_BTH.copy_(lse_BTH)
             return
-        # A sigmoid cannot overflow; its NaN, from −inf − −inf, is a query that still sees nothing.
-        weight_BTH = torch.sigmoid(lse_BTH - running_lse_BTH).nan_to_num_(nan=0.0)
-        running_out_BTHD.lerp_(out_BTHD, weight_BTH[..., None])
-        torch.logaddexp(running_lse_BTH, lse_BTH, out=running_lse_BTH)
+        merge_(running_out_BTHD, running_lse_BTH, out_BTHD, lse_BTH)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out_BTHD, lse_BTH), in the accumulation dtype."""
