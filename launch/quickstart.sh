@@ -8,7 +8,7 @@ set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 for argument in "$@"; do
-    if [[ $argument != *.*=* ]]; then
+    if [[ ! $argument =~ ^[a-z]+(\.[A-Za-z0-9_]+)+= ]]; then
         sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "launch/quickstart.sh"
         if [[ $argument = -h || $argument = --help ]]; then exit 0; fi
         printf '\nquickstart: %s is no section.key=value\n' "$argument" >&2

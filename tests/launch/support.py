@@ -28,6 +28,7 @@ TINY = (
     "train.eval_every=0",
     "train.eval_sequences=2",
     "train.save_every=0",
+    "train.log_every=1",
 )
 """60 tokens are no multiple of the 4 chunks of two ranks: every run pads."""
 
