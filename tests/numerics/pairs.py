@@ -20,16 +20,18 @@ def pairs_of(combination: Mapping[str, Any]) -> set[Pair]:
 
 
 def cover(
-    options: Mapping[str, Sequence[Any]], full: Sequence[str] = (), apart: Sequence[str] = ()
+    options: Mapping[str, Sequence[Any]],
+    full: Sequence[str] = (),
+    apart: Sequence[tuple[str, str]] = (),
 ) -> list[Combination]:
     """A short list of combinations, always the same, in which every pair of settings occurs.
 
-    Options named in `full` meet in all their products, one combination for each. The two named in
-    `apart` need not meet. Greedy: each combination is grown by the setting that adds most new pairs.
+    Options named in `full` meet in all their products, one combination for each. Pairs of options
+    in `apart` need not meet. Greedy: each combination is grown by the setting that adds most new pairs.
     """
     missing: dict[Pair, None] = {}  # a dict for its order
     for first, second in itertools.combinations(sorted(options), 2):
-        if {first, second} != set(apart):
+        if not {(first, second), (second, first)} & set(apart):
             products = itertools.product(options[first], options[second])
             missing |= {((first, a), (second, b)): None for a, b in products}
     chosen: list[Combination] = []

@@ -54,7 +54,7 @@ def _rotate(x_BSHD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     frequency_D = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle_BSHD = positions_BS[:, :, None, None].double() * frequency_D
     x1, x2 = x_BSHD[..., :half], x_BSHD[..., half:]
-    cos, sin = angle_BSHD.cos(), angle_BSHD.sin()
+    cos, sin = angle_BSHD.cos().to(x1.dtype), angle_BSHD.sin().to(x1.dtype)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
 
@@ -168,15 +168,20 @@ def forward_logits(config: Any, weights: Mapping[str, Tensor], batch: Batch) -> 
     return x_BSM @ weights[head].T, routed
 
 
-def reference_step(config: Any, weights: Mapping[str, Tensor], micro_steps: list[Batch]) -> StepResult:
+def reference_step(
+    config: Any,
+    weights: Mapping[str, Tensor],
+    micro_steps: list[Batch],
+    dtype: torch.dtype = torch.float64,
+) -> StepResult:
     """Loss and gradient of one optimizer step over `micro_steps`, each with the rows of all ranks.
 
     cross entropy = Σ token losses / valid labels of the whole step; aux = mean over micro-steps of the
     switch loss of that micro-step's real tokens; z = Σ logsumexp² / real tokens of the whole step; the
     last two summed over layers, times their coefficients. `weights` holds whole tensors by parameter
-    name, experts as [E, ...], and is not changed.
+    name, experts as [E, ...], and is not changed. Another `dtype` is a naive model of that precision.
     """
-    leaves = {name: value.detach().double().clone().requires_grad_() for name, value in weights.items()}
+    leaves = {name: value.detach().clone().to(dtype).requires_grad_() for name, value in weights.items()}
     num_labels = max(sum(int((batch.labels_BS != IGNORED).sum()) for batch in micro_steps), 1)
     num_real = max(sum(int((batch.documents_BS != PADDING).sum()) for batch in micro_steps), 1)
 
@@ -194,7 +199,7 @@ def reference_step(config: Any, weights: Mapping[str, Tensor], micro_steps: list
         margin = min(margin, routed.margin)
     loss = cross_entropy + config.router_aux_loss_coef * aux + config.router_z_loss_coef * zloss
     found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    grads = dict(zip(leaves, found, strict=True))
+    grads = {name: grad.double() for name, grad in zip(leaves, found, strict=True)}
     return StepResult(
         loss=loss.item(),
         cross_entropy=cross_entropy.item(),
