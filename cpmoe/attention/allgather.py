@@ -83,7 +83,7 @@ class _AllGatherAttention(torch.autograd.Function):
         gathered = _gather(k_BTGD, v_BTGD, ring)
         state = RunningSoftmax(q_BTHD)
         for hop in plan.hops:
-            block = KeyValueBlock(gathered[hop.source, 0], gathered[hop.source, 1], plan.all_tokens)
+            block = KeyValueBlock.from_packed(gathered[hop.source], plan.all_tokens)
             blocks.forward(q_BTHD, block, hop.rectangles, state, scale)
         out_BTHD, lse_BTH = state.result()
         out_BTHD = out_BTHD.to(q_BTHD.dtype)
@@ -101,7 +101,7 @@ class _AllGatherAttention(torch.autograd.Function):
         dq = QueryGradient(q_BTHD)
         parts = gathered.new_zeros(gathered.shape, dtype=lse_BTH.dtype)
         for hop in plan.hops:
-            block = KeyValueBlock(gathered[hop.source, 0], gathered[hop.source, 1], plan.all_tokens)
+            block = KeyValueBlock.from_packed(gathered[hop.source], plan.all_tokens)
             dkv = KeyValueGradient(plan.all_tokens, plan.batch_size, k_BTGD)
             ctx.blocks.backward(saved, block, hop.rectangles, dq, dkv)
             parts[hop.source] = dkv.packed()

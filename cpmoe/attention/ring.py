@@ -80,19 +80,6 @@ class _Exchange:
         return self._received
 
 
-def _start_fetch(transfer: Transfer, block: KeyValueBlock, group: ProcessGroup) -> _Exchange:
-    """Sends the tokens of `block` that the next hops need, K and V in one contiguous buffer."""
-    k_BTGD, v_BTGD, send = block.k_BTGD, block.v_BTGD, transfer.send
-    packed = k_BTGD.new_empty((2, k_BTGD.shape[0], send.wire_tokens, *k_BTGD.shape[2:]))
-    offset = 0
-    for start, stop in send.ranges:
-        length, place = stop - start, block.tokens.place(start, stop)
-        packed[0, :, offset : offset + length] = k_BTGD[:, place : place + length]
-        packed[1, :, offset : offset + length] = v_BTGD[:, place : place + length]
-        offset += length
-    return _Exchange(transfer, packed, group)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -110,11 +97,11 @@ class _RingAttention(torch.autograd.Function):
         block = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
         rectangles, first_received = plan.own.rectangles, None
         for hop in plan.remote:
-            fetching = _start_fetch(hop.fetch, block, ring)
+            fetching = _Exchange(hop.fetch, block.pack(hop.fetch.send), ring)
             blocks.forward(q_BTHD, block, rectangles, state, scale)
             packed = fetching.wait()
             first_received = packed if first_received is None else first_received
-            block, rectangles = KeyValueBlock(packed[0], packed[1], hop.fetch.receive), hop.rectangles
+            block, rectangles = KeyValueBlock.from_packed(packed, hop.fetch.receive), hop.rectangles
         blocks.forward(q_BTHD, block, rectangles, state, scale)
         out_BTHD, lse_BTH = state.result()
         out_BTHD = out_BTHD.to(q_BTHD.dtype)
@@ -133,9 +120,9 @@ class _RingAttention(torch.autograd.Function):
         fetching, delivering = None, None
         for hop, following in zip_longest(plan.remote, plan.remote[1:]):
             packed = packed if fetching is None else fetching.wait()
-            block = KeyValueBlock(packed[0], packed[1], hop.fetch.receive)
+            block = KeyValueBlock.from_packed(packed, hop.fetch.receive)
             if following is not None:
-                fetching = _start_fetch(following.fetch, block, ctx.ring)
+                fetching = _Exchange(following.fetch, block.pack(following.fetch.send), ctx.ring)
             dkv = KeyValueGradient(hop.deliver.send, q_BTHD.shape[0], k_BTGD)
             blocks.backward(saved, block, hop.rectangles, dq, dkv)
             if delivering is not None:
@@ -146,6 +133,6 @@ class _RingAttention(torch.autograd.Function):
         blocks.backward(saved, own, plan.own.rectangles, dq, dkv)
         if delivering is not None:
             dkv.add_packed(delivering.tokens, delivering.wait())
-        dk_BTGD, dv_BTGD = dkv.packed()
+        dk_BTGD, dv_BTGD = dkv.result()
         dtype = q_BTHD.dtype
         return dq.result().to(dtype), dk_BTGD.to(dtype), dv_BTGD.to(dtype), None, None, None, None, None

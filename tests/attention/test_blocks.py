@@ -121,7 +121,7 @@ def test_backward_adds_each_block_to_float32_sums(backend, dtype):
     dq, dkv = QueryGradient(q), KeyValueGradient(tokens, 2, k)
     blocks.backward(SavedForward(q, grad_out, out.to(dtype), lse, scale), block, rectangles, dq, dkv)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
-    assert {x.dtype for x in (out, lse, dq.result(), dkv.packed())} == {sums}
+    assert {x.dtype for x in (out, lse, dq.result(), *dkv.result())} == {sums}
 
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, dim=2) for x in leaves[1:])
@@ -133,7 +133,7 @@ def test_backward_adds_each_block_to_float32_sums(backend, dtype):
     exact_grads = torch.autograd.grad(exact, leaves, grad_out.double())
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
     assert relative_error(out, exact.detach()) <= tolerance
-    for ours, theirs in zip((dq.result(), *dkv.packed()), exact_grads, strict=True):
+    for ours, theirs in zip((dq.result(), *dkv.result()), exact_grads, strict=True):
         assert relative_error(ours, theirs) <= tolerance
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmoe.attention.sharding import LAYOUTS, padded_length, shard_batch, shard_indices
 
 
+@settings(deadline=None)
 @given(
     seq_len=st.integers(1, 300),
     cp_size=st.integers(1, 9),
@@ -24,6 +25,7 @@ def test_shards_partition_the_padded_sequence(seq_len, cp_size, num_slices, layo
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(padded))
 
 
+@settings(deadline=None)
 @given(cp_size=st.integers(2, 9), num_slices=st.integers(1, 2), chunk=st.integers(1, 5))
 def test_zigzag_gives_every_rank_equal_causal_work_in_every_slice(cp_size, num_slices, chunk):
     slice_len = 2 * cp_size * chunk

@@ -23,11 +23,33 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class KeyValueBlock:
-    """KV of one rank: k_BTGD, v_BTGD hold the source's local tokens `tokens`, in order."""
+    """KV of one rank: k_BTGD, v_BTGD hold the source's local tokens `tokens`, in order.
+
+    `packed`, if there is one, is the contiguous buffer [2, B, T, G, D] that they are views of.
+    """
 
     k_BTGD: Tensor
     v_BTGD: Tensor
     tokens: TokenRanges
+    packed: Tensor | None = None
+
+    @classmethod
+    def from_packed(cls, packed: Tensor, tokens: TokenRanges) -> KeyValueBlock:
+        return cls(packed[0], packed[1], tokens, packed)
+
+    def pack(self, tokens: TokenRanges) -> Tensor:
+        """A contiguous buffer [2, B, T, G, D] of some of the block's tokens: its own one where that fits."""
+        if self.packed is not None and tokens == self.tokens:
+            return self.packed
+        k_BTGD, v_BTGD = self.k_BTGD, self.v_BTGD
+        packed = k_BTGD.new_empty((2, k_BTGD.shape[0], tokens.wire_tokens, *k_BTGD.shape[2:]))
+        offset = 0
+        for start, stop in tokens.ranges:
+            length, place = stop - start, self.tokens.place(start, stop)
+            packed[0, :, offset : offset + length] = k_BTGD[:, place : place + length]
+            packed[1, :, offset : offset + length] = v_BTGD[:, place : place + length]
+            offset += length
+        return packed
 
     def keys_values(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
         """Views of the rectangle's keys and values."""
@@ -135,43 +157,42 @@ class QueryGradient:
 
 
 class KeyValueGradient:
-    """dK and dV of the tokens of one block, packed [2, B, T, G, D] in the accumulation dtype.
-
-    `tokens` are the source's local tokens it holds.
-    """
+    """dK and dV of one block in the accumulation dtype; `tokens` are the source's local tokens it holds."""
 
     def __init__(self, tokens: TokenRanges, batch_size: int, k_BTGD: Tensor) -> None:
-        shape = (2, batch_size, tokens.wire_tokens, *k_BTGD.shape[2:])
         self._tokens = tokens
-        self._packed = torch.empty(shape, dtype=accumulation_dtype(k_BTGD.dtype), device=k_BTGD.device)
-        self._is_empty = True
+        self._shape = (batch_size, tokens.wire_tokens, *k_BTGD.shape[2:])
+        self._dtype, self._device = accumulation_dtype(k_BTGD.dtype), k_BTGD.device
+        self._sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, rectangle: Rectangle, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
-        """Adds one rectangle's dK and dV."""
+        """Adds one rectangle's dK and dV; may keep the tensors it is given."""
         start = self._tokens.place(rectangle.k_start, rectangle.k_stop)
-        rows = slice(rectangle.batch_start, rectangle.batch_stop)
-        self._add(rows, start, dk_BTGD, dv_BTGD)
+        self._add(slice(rectangle.batch_start, rectangle.batch_stop), start, dk_BTGD, dv_BTGD)
 
     def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
-        """Adds a packed gradient of some of these tokens."""
+        """Adds the packed gradient [2, B, T, G, D] of some of these tokens."""
         offset = 0
         for start, stop in tokens.ranges:
-            part = packed[:, :, offset : offset + stop - start]
-            self._add(slice(None), self._tokens.place(start, stop), part[0], part[1])
+            dk_BTGD, dv_BTGD = packed[:, :, offset : offset + stop - start]
+            self._add(slice(None), self._tokens.place(start, stop), dk_BTGD, dv_BTGD)
             offset += stop - start
 
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(dk_BTGD, dv_BTGD)"""
+        if self._sums is None:
+            packed = torch.zeros((2, *self._shape), dtype=self._dtype, device=self._device)
+            self._sums = packed[0], packed[1]
+        return self._sums
+
     def packed(self) -> Tensor:
-        if self._is_empty:
-            self._packed.zero_()
-            self._is_empty = False
-        return self._packed
+        """Both in one contiguous buffer [2, B, T, G, D]."""
+        return torch.stack(self.result())
 
     def _add(self, rows: slice, start: int, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
-        if self._is_empty and dk_BTGD.shape == self._packed.shape[1:]:
-            self._packed[0].copy_(dk_BTGD)
-            self._packed[1].copy_(dv_BTGD)
-            self._is_empty = False
+        if self._sums is None and dk_BTGD.shape == self._shape:
+            self._sums = dk_BTGD.to(self._dtype), dv_BTGD.to(self._dtype)
             return
-        part = self.packed()[:, rows, start : start + dk_BTGD.shape[1]]
-        part[0].add_(dk_BTGD)
-        part[1].add_(dv_BTGD)
+        tokens = slice(start, start + dk_BTGD.shape[1])
+        for total, part in zip(self.result(), (dk_BTGD, dv_BTGD), strict=True):
+            total[rows, tokens].add_(part)
