@@ -29,13 +29,17 @@ def main() -> int:
     try:
         run = load_run(arguments.recipe, arguments.deepspeed_config, arguments.overrides, int(world_size))
         run, prepared = prepare_data(run)
-    except ValueError as error:
-        if rank == "0":
-            print(error, file=sys.stderr, flush=True)
-        else:
-            wait_for_rank_0()
+    except (ValueError, OSError) as error:
+        tell(error, int(rank))
         return 2
     return train(run, prepared)
+
+
+def tell(error: Exception, rank: int) -> None:
+    """Prints `error` once: where rank 0 has it as well, no other rank returns from its wait."""
+    if rank:
+        wait_for_rank_0()
+    print(f"rank {rank}: {error}" if rank else error, file=sys.stderr, flush=True)
 
 
 def wait_for_rank_0() -> None:
@@ -88,14 +92,11 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
     try:
         trainer = Trainer(run, prepared, device)
         trainer.train()
+        if leads:
+            report(run, prepared, trainer.step, time.perf_counter() - start)
     except (ValueError, OSError, NonFiniteError) as error:
-        # Where rank 0 raised it too, this rank does not return from the wait.
-        if not leads:
-            wait_for_rank_0()
-        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        tell(error, dist.get_rank())
         return 1
-    if leads:
-        report(run, prepared, trainer.step, time.perf_counter() - start)
     dist.destroy_process_group()
     return 0
 

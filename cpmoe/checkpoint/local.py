@@ -18,59 +18,111 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpmoe.parallel.agreement import fail_together
+
 FORMAT = "cpmoe-local-1"
+ADVICE = "Remove this folder, and the run continues from the checkpoint before it"
 
 
 def save_checkpoint(root: Path, step: int, state: dict[str, Any], layout: dict[str, Any], keep: int) -> Path:
     """Writes `state` of every rank as the checkpoint of `step`; all ranks call it.
 
-    `layout` names what must be equal to load it again. Keeps the newest `keep` checkpoints. Returns
-    the folder. On an error (a full disk, say) the older checkpoints stay as they are, and every rank
-    raises OSError.
+    `layout` names what must be equal to load it again. Of the checkpoints up to `step` the newest `keep`
+    stay. Returns the folder. On an error (a full disk, say) the older checkpoints stay as they are, and
+    every rank raises OSError.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     final = root / f"step_{step:08d}"
     partial = root / f".writing_{final.name}"
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    outcome: tuple[str, str] | None = None
+    leads = dist.get_rank() == 0
     try:
-        path = partial / _rank_file(rank)
-        with open(path, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        outcome = ("ok", _checksum(path))
+        with fail_together(OSError):
+            if leads:
+                _clear_leftovers(root)
+                partial.mkdir(parents=True)
+        checksum = ""
+        with fail_together(OSError):
+            checksum = _write(partial / _rank_file(dist.get_rank()), state)
+        checksums = [""] * dist.get_world_size()
+        dist.all_gather_object(checksums, checksum)
+        with fail_together(OSError):
+            if leads:
+                _publish(partial, final, step, layout, checksums)
+                _remove_old(root, final, keep)
     except OSError as error:
-        outcome = ("error", str(error))
-    outcomes: list[tuple[str, str]] = [("", "")] * world_size
-    dist.all_gather_object(outcomes, outcome)
-    errors = [f"rank {r}: {text}" for r, (kind, text) in enumerate(outcomes) if kind == "error"]
-    if errors:
-        if rank == 0:
+        if leads:
             shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"checkpoint of step {step} not written to {final}: " + "; ".join(errors))
-    if rank == 0:
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "layout": layout,
-            "sha256": {_rank_file(r): text for r, (_, text) in enumerate(outcomes)},
-        }
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in find_checkpoints(root)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+        raise OSError(f"checkpoint of step {step} not written to {final}: {error}") from error
     return final
 
 
 def find_checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
-    return sorted(path for path in root.glob("step_*") if (path / "manifest.json").is_file())
+    return sorted(
+        path
+        for path in root.glob("step_*")
+        if path.name.removeprefix("step_").isdecimal() and (path / "manifest.json").is_file()
+    )
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a folder that `find_checkpoints` found was written."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    """Brings `state` to the disk and returns the file's checksum."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        # What torch makes of a disk that is full in the middle of a tensor.
+        if isinstance(error.__context__, OSError):
+            raise OSError(str(error.__context__)) from error
+        raise
+    return _checksum(path)
+
+
+def _publish(partial: Path, final: Path, step: int, layout: dict[str, Any], checksums: list[str]) -> None:
+    """Adds the manifest and gives the folder its name, in the place of one that is there already."""
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "layout": layout,
+        "sha256": {_rank_file(rank): checksum for rank, checksum in enumerate(checksums)},
+    }
+    (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    _sync(partial / "manifest.json")
+    _sync(partial)
+    replaced = final.with_name(f".replaced_{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_old(root: Path, newest: Path, keep: int) -> None:
+    for old in [path for path in find_checkpoints(root) if path.name <= newest.name][:-keep]:
+        # A file system that does not let go of one (NFS, say) is no reason to stop.
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Removes what a run that was killed while it saved has left."""
+    for pattern in (".writing_step_*", ".replaced_step_*"):
+        for leftover in root.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+def _sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load_checkpoint(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +134,12 @@ def load_checkpoint(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"train.resume = {str(folder)!r}: holds no manifest.json, so it is no checkpoint")
-    manifest = json.loads(path.read_text())
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"train.resume = {str(folder)!r}: manifest.json is damaged: {error}. {ADVICE}"
+        ) from None
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"train.resume = {str(folder)!r}: format {manifest.get('format')!r}, must be {FORMAT!r}"
@@ -102,7 +159,9 @@ def load_checkpoint(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
     name = _rank_file(dist.get_rank())
     file = folder / name
     if not file.is_file() or _checksum(file) != manifest["sha256"][name]:
-        raise ValueError(f"train.resume = {str(folder)!r}: {name} is missing or damaged (checksum differs)")
+        raise ValueError(
+            f"train.resume = {str(folder)!r}: {name} is missing or damaged (checksum differs). {ADVICE}"
+        )
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -32,7 +32,7 @@ from cpmoe.model.transformer import (
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups, create_groups
 from cpmoe.training.hooks import check_private_hooks, skip_shared_memory_op, tag_experts
-from cpmoe.training.optimizer import build_optimizer, build_schedule, parameter_groups
+from cpmoe.training.optimizer import RecipeSchedule, build_optimizer, parameter_groups
 
 # DeepSpeed adds this to the norm before it divides; so does the clipping of stage 0 below.
 CLIP_EPS = 1e-6
@@ -101,7 +101,8 @@ class TrainingEngine:
         self.groups = groups
         self.zero_stage = run.zero_stage
         self.micro_steps_left = self.accumulation = run.batch.gradient_accumulation_steps
-        split = groups.grid.expert_parallel_size > 1
+        sparse = any(is_expert(name) for name, _ in model.named_parameters())
+        split = sparse and groups.grid.expert_parallel_size > 1
         if split:
             tag_experts(model, groups.grid, run.recipe.model.num_experts, run.zero_stage)
         if run.zero_stage == 3:
@@ -113,7 +114,7 @@ class TrainingEngine:
         config = copy.deepcopy(run.deepspeed)
         schedule = None
         if "scheduler" not in config:
-            schedule = lambda optimizer: build_schedule(  # noqa: E731
+            schedule = lambda optimizer: RecipeSchedule(  # noqa: E731
                 run.recipe.optim, run.recipe.train.steps, optimizer
             )
         self.deepspeed, self.optimizer, _, self.lr_scheduler = deepspeed.initialize(
@@ -179,8 +180,19 @@ class TrainingEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict` of the same layout returned, to the bit."""
+        """Puts back what `state_dict` of the same layout returned, to the bit.
+
+        Raises ValueError where ZeRO cuts the optimizer's tensors otherwise than it did then.
+        """
         base = self.deepspeed.basic_optimizer
+        cuts, saved_cuts = (
+            [tuple(master.shape) for master in masters] for masters in (self._masters(), state["masters"])
+        )
+        if cuts != saved_cuts:
+            raise ValueError(
+                f"train.resume: the optimizer's tensors were saved in shapes {saved_cuts}, now they have "
+                f"{cuts}; the JSON's zero_optimization must be as it was (sub_group_size at stage 3)"
+            )
         with torch.no_grad():
             for parameter, saved in zip(self.model.parameters(), state["parameters"], strict=True):
                 _held(parameter).data.copy_(saved)
@@ -188,12 +200,12 @@ class TrainingEngine:
                 master.data.copy_(saved)
         for master, moments in zip(self._masters(), state["moments"], strict=True):
             base.state[master] = {
-                # Adam keeps its step count on the CPU wherever the moments are.
-                key: value.to(master.device) if torch.is_tensor(value) and value.ndim else value
+                key: value.to(master.device) if torch.is_tensor(value) else value
                 for key, value in moments.items()
             }
         for group, lr in zip(base.param_groups, state["learning_rates"], strict=True):
             group["lr"] = lr
+        # A schedule of the recipe sets the rates anew; one of the JSON does not.
         self.lr_scheduler.load_state_dict(state["schedule"])
         for name, value in state["counters"].items():
             setattr(self.deepspeed, name, value)

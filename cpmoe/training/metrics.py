@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -93,7 +94,11 @@ class MetricsWriter:
         self.world_size = world_size
         self.total_steps = total_steps
         self.peak = peak
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(folder / "metrics.jsonl", "a+b")  # noqa: SIM115
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":  # the last line was cut short
+                self._file.write(b"\n")
         self._seconds: list[float] = []
 
     def step(self, metrics: StepMetrics, show: bool) -> None:
@@ -115,7 +120,7 @@ class MetricsWriter:
         self._file.close()
 
     def _write_json(self, kind: str, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.write((json.dumps({"kind": kind, **values}) + "\n").encode())
         self._file.flush()
 
     def _mfu(self, metrics: StepMetrics) -> float | None:

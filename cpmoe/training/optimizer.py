@@ -23,11 +23,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019), or SGD with momentum, over `parameter_groups`."""
+    """AdamW (Loshchilov and Hutter, 2019), or SGD with momentum, over `parameter_groups`.
+
+    AdamW is torch's fused one, on the CPU too: one pass over weights and moments instead of ten.
+    """
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def lr_factor(config: OptimConfig, steps: int, step: int) -> float:
@@ -46,6 +49,24 @@ def lr_factor(config: OptimConfig, steps: int, step: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining
 
 
-def build_schedule(config: OptimConfig, steps: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """The schedule of `lr_factor` on every parameter group."""
-    return LambdaLR(optimizer, lambda step: lr_factor(config, steps, step))
+class RecipeSchedule(LambdaLR):
+    """The schedule of `lr_factor` on every parameter group.
+
+    Its state is the step alone: a run that continues with other steps or another rate follows its own recipe.
+    """
+
+    def __init__(self, config: OptimConfig, steps: int, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: lr_factor(config, steps, step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["step"]
+        rates = [
+            base * factor(self.last_epoch)
+            for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._last_lr = rates

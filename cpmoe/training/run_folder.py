@@ -11,10 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from cpmoe.config.resolve import RunConfig
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "datasets", "tokenizers", "pydantic")
+
+
+def claim_folder(folder: Path) -> FileLock:
+    """Makes `folder` and holds it until the lock is released or this process ends.
+
+    Raises ValueError where another run holds it or it can not be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"train.out_dir = {str(folder)!r}: another run is writing there; wait for it, or choose another"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"train.out_dir = {str(folder)!r}: can not be written to: {error}") from error
+    return lock
 
 
 def write_run_files(folder: Path, run: RunConfig) -> None:
@@ -63,11 +82,21 @@ def _version(name: str) -> str | None:
 
 
 def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """metrics.jsonl as (training, evaluation) records by step; after a resume the later record counts."""
+    """metrics.jsonl as (training, evaluation) records by step.
+
+    Where a run continued from an earlier step, what it had written beyond that step does not count.
+    """
     train: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # a disk was full, or a machine went down
+            continue
+        if record["kind"] == "train":
+            for records in (train, evaluations):
+                while records and next(reversed(records)) >= record["step"]:
+                    records.popitem()
         (train if record["kind"] == "train" else evaluations)[record["step"]] = record
     return train, evaluations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard, padded_length, shard_batch, shard_indices
-from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint
+from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint, step_of
 from cpmoe.config.resolve import RunConfig
 from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
 from cpmoe.data.packing import HeldoutDataset, PackedDataset
@@ -21,11 +22,12 @@ from cpmoe.data.store import PreparedData
 from cpmoe.model.flops import flops_per_token
 from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
+from cpmoe.parallel.agreement import fail_together
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
-from cpmoe.training.run_folder import write_run_files
+from cpmoe.training.run_folder import claim_folder, write_run_files
 
 
 class Trainer:
@@ -38,16 +40,18 @@ class Trainer:
         self.folder = Path(run.recipe.train.out_dir)
         self.groups = build_groups(run)
         self.rank = self.groups.rank
-        if self.rank == 0:
-            write_run_files(self.folder, run)
+        with fail_together(ValueError):
+            self.lock = claim_folder(self.folder) if self.rank == 0 else None
         self.engine = TrainingEngine(run, build_model(run, self.groups), self.groups)
         self.watch = GradientWatch(self.engine.model)
         self._build_data(prepared)
         self.step = 0
         self.tokens_seen = 0
-        self.stop_requested = False
+        self.signalled = False  # this rank was asked to stop
+        self.stopping = False  # all ranks have agreed to
         self.resume()
-        self.writer = self._build_writer()
+        with fail_together(ValueError):
+            self.writer = self._build_writer()
 
     @property
     def checkpoints(self) -> Path:
@@ -76,16 +80,18 @@ class Trainer:
         """
         config = self.recipe.train
         self._catch_signals()
-        while self.step < config.steps and not self.stop_requested:
+        while self.step < config.steps and not self.stopping:
             self._one_step()
             last = self.step == config.steps
             if config.eval_sequences and (last or _due(self.step, config.eval_every)):
                 self.evaluate()
-            if last or self.stop_requested or _due(self.step, config.save_every):
+            if last or self.stopping or _due(self.step, config.save_every):
                 self.save()
         self.stream.close()
         if self.writer is not None:
             self.writer.close()
+        if self.lock is not None:
+            self.lock.release()
 
     def evaluate(self) -> float:
         """The held-out loss in nats per token; collective."""
@@ -112,21 +118,42 @@ class Trainer:
             print(f"step {self.step}/{self.recipe.train.steps}  checkpoint {folder}", flush=True)
 
     def resume(self) -> None:
-        """Continues from the checkpoint that `train.resume` names, if there is one; collective."""
+        """Continues from the checkpoint that `train.resume` names, if there is one; collective.
+
+        Raises ValueError where it does not fit this run, and where `train.out_dir` holds checkpoints of
+        later steps: a run that counts from before them would be taken for their continuation.
+        """
+        folder = self._checkpoint_to_load()
+        with fail_together(ValueError):
+            if folder is not None:
+                state = load_checkpoint(folder, self.layout)
+                self.engine.load_state_dict(state["engine"])
+                self.stream.load_state_dict(state["data"])
+                self.step = state["step"]
+                self.tokens_seen = state["tokens_seen"]
+                torch.set_rng_state(state["rng"])
+            self._refuse_later_checkpoints()
+        if folder is not None and self.rank == 0:
+            print(f"continues from {folder} at step {self.step}", flush=True)
+
+    def _checkpoint_to_load(self) -> Path | None:
         wanted = self.recipe.train.resume
-        if wanted == "never":
-            return
-        found = find_checkpoints(self.checkpoints) if wanted == "auto" else [Path(wanted)]
-        if not found:
-            return
-        state = load_checkpoint(found[-1], self.layout)
-        self.engine.load_state_dict(state["engine"])
-        self.stream.load_state_dict(state["data"])
-        self.step = state["step"]
-        self.tokens_seen = state["tokens_seen"]
-        torch.set_rng_state(state["rng"])
-        if self.rank == 0:
-            print(f"continues from {found[-1]} at step {self.step}", flush=True)
+        if wanted != "auto":
+            return None if wanted == "never" else Path(wanted)
+        # One rank looks: with a folder that not all of them see, some would start anew.
+        found = find_checkpoints(self.checkpoints) if self.rank == 0 else []
+        newest: list[Path | None] = [found[-1] if found else None]
+        dist.broadcast_object_list(newest, src=0)
+        return newest[0]
+
+    def _refuse_later_checkpoints(self) -> None:
+        later = [path.name for path in find_checkpoints(self.checkpoints) if step_of(path) > self.step]
+        if later:
+            raise ValueError(
+                f"train.resume = {self.recipe.train.resume!r}: starts at step {self.step}, and train.out_dir "
+                f"= {str(self.folder)!r} holds checkpoints of later steps ({', '.join(later)}); choose "
+                "another train.out_dir, or move them away"
+            )
 
     def _build_data(self, prepared: PreparedData) -> None:
         data, batch = self.recipe.data, self.run.batch
@@ -155,6 +182,8 @@ class Trainer:
     def _build_writer(self) -> MetricsWriter | None:
         if self.rank != 0:
             return None
+        # Not before: a run that is refused leaves the record of the one that trained here.
+        write_run_files(self.folder, self.run)
         return MetricsWriter(
             self.folder,
             self.engine.deepspeed.monitor,
@@ -190,7 +219,7 @@ class Trainer:
         self.watch.clear()
         self.step += 1
         self.tokens_seen += scale.num_tokens
-        self.stop_requested = sums["stop"] > 0
+        self.stopping = sums["stop"] > 0
         seconds = time.perf_counter() - start
         if self.writer is None:
             return
@@ -234,7 +263,7 @@ class Trainer:
         names = ("cross_entropy", "aux_loss", "z_loss")
         rows = [sum(getattr(o, name).double() for o in outputs) for name in names]
         rows.append((~self.watch.all_finite()).to(rows[0]))
-        rows.append(torch.full_like(rows[0], self.stop_requested))
+        rows.append(torch.full_like(rows[0], self.signalled))
         sums = torch.stack(rows)
         if self.groups.world is not None:
             dist.all_reduce(sums, group=self.groups.world)
@@ -265,14 +294,16 @@ class Trainer:
         return first_bad_in_forward(self.engine.model, forward)
 
     def _catch_signals(self) -> None:
-        def request_stop(number: int, frame: object) -> None:
-            if self.rank == 0:
-                name = signal.Signals(number).name
-                print(f"{name}: finishes step {self.step + 1}, saves and exits", flush=True)
-            self.stop_requested = True
+        """Notes SIGTERM and SIGINT; all ranks learn of it in the next step's reduction and stop together."""
+
+        def note(number: int, frame: object) -> None:
+            if self.rank == 0 and not self.signalled:
+                # Not print: the signal may have come in the middle of one.
+                os.write(1, f"{signal.Signals(number).name}: finishes a step, saves and exits\n".encode())
+            self.signalled = True
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, request_stop)
+            signal.signal(number, note)
 
 
 def _due(step: int, every: int) -> bool:

@@ -58,6 +58,14 @@ def test_hidden_steps_are_recorded_too(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
+def test_a_line_cut_short_spoils_no_other(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "tra')
+    writer = MetricsWriter(tmp_path, _Events(), 2, 5000, None)
+    writer.step(METRICS, show=False)
+    writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 120
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0s"), (59.7, "1m00s"), (245, "4m05s"), (3599.6, "1h00m"), (11525, "3h12m")]
 )

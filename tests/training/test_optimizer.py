@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpmoe.config.recipe import OptimConfig
-from cpmoe.training.optimizer import build_optimizer, build_schedule, lr_factor, parameter_groups
+from cpmoe.training.optimizer import RecipeSchedule, build_optimizer, lr_factor, parameter_groups
 
 STEPS = 11
 
@@ -45,10 +45,24 @@ def test_schedule_drives_every_group():
     model = torch.nn.Linear(3, 2)
     config = OptimConfig(name="sgd", lr=2.0, schedule="linear", min_lr_ratio=0.0)
     optimizer = build_optimizer(config, parameter_groups(model, 0.1))
-    schedule = build_schedule(config, 3, optimizer)
+    schedule = RecipeSchedule(config, 3, optimizer)
     rates = []
     for _ in range(3):
         rates.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
     assert rates == [[2.0, 2.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_longer_run_continues_on_its_own_schedule():
+    config = OptimConfig(name="sgd", lr=2.0, schedule="linear", min_lr_ratio=0.0)
+    short, long = (
+        RecipeSchedule(config, steps, build_optimizer(config, parameter_groups(torch.nn.Linear(3, 2), 0.1)))
+        for steps in (3, 5)
+    )
+    for _ in range(2):
+        short.optimizer.step()
+        short.step()
+    assert short.get_last_lr() == [0.0, 0.0]
+    long.load_state_dict(short.state_dict())
+    assert [group["lr"] for group in long.optimizer.param_groups] == long.get_last_lr() == [1.0, 1.0]

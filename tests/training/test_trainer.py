@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,90 @@ def test_a_bad_number_stops_the_run_and_is_named(tmp_path, where, what, name):
         assert changed and finite
     checkpoints = sorted(path.name for path in (tmp_path / where / "checkpoints").iterdir())
     assert checkpoints == ["step_00000001"]
+
+
+def _signalled(
+    rank: int, world_size: int, out: Path, overrides: tuple[str, ...], ranks: list[int], method: str
+):
+    """SIGTERM reaches `ranks` at the end of `method` of the second step. Returns the step of the stop."""
+    trainer = _trainer(rank, world_size, out, ("train.steps=9", *overrides))
+    owner = trainer.engine if method == "step" else trainer
+    original = getattr(owner, method)
+
+    def interrupted(*arguments):
+        result = original(*arguments)
+        if rank in ranks and trainer.step == (1 if method == "step" else 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    setattr(owner, method, interrupted)
+    trainer.train()
+    return trainer.step
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("method", ["step", "evaluate", "save", "_one_step"])
+def test_a_signal_at_any_moment_stops_all_ranks_after_one_step(tmp_path, ranks, method):
+    overrides = ("train.eval_every=1", "train.save_every=1")
+    assert run_distributed(_signalled, 2, tmp_path / "run", overrides, ranks, method) == [3, 3]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000003"]
+
+
+def _refused(rank: int, world_size: int, out: Path, overrides: tuple[str, ...]):
+    with pytest.raises(ValueError) as caught:
+        _trainer(rank, world_size, out, overrides)
+    return str(caught.value)
+
+
+def test_a_run_never_mixes_with_later_checkpoints_of_another(tmp_path):
+    run_distributed(_train, 2, tmp_path / "run", ("train.save_every=2",), {})
+    record = (tmp_path / "run" / "recipe.yaml").read_text()
+    first = tmp_path / "run" / "checkpoints" / "step_00000002"
+    for resume in ("never", str(first)):
+        messages = run_distributed(_refused, 2, tmp_path / "run", (f"train.resume={resume}", "optim.lr=0.5"))
+        assert len(set(messages)) == 1
+        assert "step_00000004" in messages[0] and "train.out_dir" in messages[0]
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == record
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    from cpmoe.training.run_folder import claim_folder
+
+    lock = claim_folder(tmp_path / "run")
+    messages = run_distributed(_refused, 2, tmp_path / "run", ())
+    assert messages == [f"rank 0: train.out_dir = {str(tmp_path / 'run')!r}: another run is writing there; "
+                        "wait for it, or choose another"] * 2  # fmt: skip
+    lock.release()
+
+
+def test_a_damaged_checkpoint_stops_every_rank(tmp_path):
+    run_distributed(_train, 2, tmp_path / "run", (), {})
+    (tmp_path / "run" / "checkpoints" / "step_00000004" / "rank_00001.pt").write_bytes(b"damaged")
+    for message in run_distributed(_refused, 2, tmp_path / "run", ("train.steps=5",)):
+        assert message.startswith("rank 1: ") and "rank_00001.pt" in message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_a_sparse_layer_expert_parallelism_changes_nothing(tmp_path, stage):
+    losses = []
+    for ep in (1, 2):
+        deepspeed = {
+            "zero_optimization": {"stage": stage},
+            "cpmoe": {"context_parallel_size": 2, "expert_parallel_size": ep},
+        }
+        out = tmp_path / f"ep{ep}"
+        run_distributed(_train, 2, out, ("model.first_k_dense_replace=2", "optim.name=sgd"), deepspeed)
+        losses.append([(r["loss"], r["grad_norm"]) for r in _records(out, "train")])
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-6, atol=0)
+
+
+def test_the_record_of_a_run_that_went_back_is_that_of_its_last_course(tmp_path):
+    from cpmoe.training.run_folder import read_metrics
+
+    steps = [("train", 1), ("eval", 1), ("train", 2), ("train", 3), ("eval", 3), ("train", 2)]
+    lines = [json.dumps({"kind": kind, "step": step, "loss": i}) for i, (kind, step) in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:4], lines[4][:9], *lines[4:]]) + "\n")
+    train, evaluations = read_metrics(tmp_path)
+    assert {step: record["loss"] for step, record in train.items()} == {1: 0, 2: 5}
+    assert list(evaluations) == [1]
