@@ -18,6 +18,8 @@ from cpmoe.config.resolve import RunConfig, load_run
 from cpmoe.data.store import PreparedData
 
 GRACE_SECONDS = 10.0
+# What gloo says where the process at the other end is gone.
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def main() -> int:
@@ -96,6 +98,12 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
             report(run, prepared, trainer.step, time.perf_counter() - start)
     except (ValueError, OSError, NonFiniteError) as error:
         tell(error, dist.get_rank())
+        return 1
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST_RANK):
+            raise
+        told = "lost another rank, which was killed or says itself why it ended; the same command continues"
+        tell(RuntimeError(f"{told} from the last checkpoint in {run.recipe.train.out_dir}"), dist.get_rank())
         return 1
     dist.destroy_process_group()
     return 0

@@ -64,7 +64,10 @@ def prepare(data: DataConfig, *, force: bool = False) -> Path:
         # No lock: a folder that is there is complete, and may lie on a read-only file system.
         _check_same(data, open_prepared(folder).meta)
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"data.path = {data.path!r}: its parent can not be made: {error}") from error
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if (folder / META_FILE).exists() and not force:
             _check_same(data, open_prepared(folder).meta)

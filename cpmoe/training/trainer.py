@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
 from cpmoe.training.run_folder import claim_folder, write_run_files
+from cpmoe.training.stop import StopRequest
 
 
 class Trainer:
@@ -47,8 +46,8 @@ class Trainer:
         self._build_data(prepared)
         self.step = 0
         self.tokens_seen = 0
-        self.signalled = False  # this rank was asked to stop
-        self.stopping = False  # all ranks have agreed to
+        self.stop_request: StopRequest | None = None
+        self.stopping = False  # agreed on by all ranks
         self.resume()
         with fail_together(ValueError):
             self.writer = self._build_writer()
@@ -79,7 +78,7 @@ class Trainer:
         non-finite loss or gradient can reach the weights.
         """
         config = self.recipe.train
-        self._catch_signals()
+        self.stop_request = StopRequest(speaks=self.rank == 0)
         while self.step < config.steps and not self.stopping:
             self._one_step()
             last = self.step == config.steps
@@ -263,7 +262,8 @@ class Trainer:
         names = ("cross_entropy", "aux_loss", "z_loss")
         rows = [sum(getattr(o, name).double() for o in outputs) for name in names]
         rows.append((~self.watch.all_finite()).to(rows[0]))
-        rows.append(torch.full_like(rows[0], self.signalled))
+        asked = self.stop_request is not None and self.stop_request.given()
+        rows.append(torch.full_like(rows[0], asked))
         sums = torch.stack(rows)
         if self.groups.world is not None:
             dist.all_reduce(sums, group=self.groups.world)
@@ -292,18 +292,6 @@ class Trainer:
                 self.engine.deepspeed(shard, scale)
 
         return first_bad_in_forward(self.engine.model, forward)
-
-    def _catch_signals(self) -> None:
-        """Notes SIGTERM and SIGINT; all ranks learn of it in the next step's reduction and stop together."""
-
-        def note(number: int, frame: object) -> None:
-            if self.rank == 0 and not self.signalled:
-                # Not print: the signal may have come in the middle of one.
-                os.write(1, f"{signal.Signals(number).name}: finishes a step, saves and exits\n".encode())
-            self.signalled = True
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, note)
 
 
 def _due(step: int, every: int) -> bool:
