@@ -106,7 +106,7 @@ class DataConfig(Block):
     """Tokens per packed sequence, over all context-parallel ranks together."""
     heldout_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of documents kept out of training."""
-    seed: int = 0
+    seed: CountOrZero = 0
     text_column: str = "text"
     max_documents: Count | None = None
 

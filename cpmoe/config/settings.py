@@ -16,6 +16,7 @@ from cpmoe.config.errors import UNSET, ConfigError, Problem, join_path, unknown_
 from cpmoe.config.recipe import Recipe
 
 COMMAND_LINE = "command line"
+TOO_DEEP = "is nested too deeply"
 
 
 @dataclass
@@ -97,6 +98,8 @@ def read_deepspeed(path: str | Path) -> Settings:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
         raise ConfigError([Problem(place, f"is not JSON: {error.msg}", source=str(path))]) from None
+    except RecursionError:
+        raise ConfigError([Problem("the text", TOO_DEEP, source=str(path))]) from None
     return Settings(str(path), _mapping(tree, path), prefix="deepspeed.")
 
 
@@ -156,6 +159,8 @@ def _read_text(path: str | Path, flag: str, legal: str) -> str:
     except OSError as error:
         reason = error.strerror or "cannot be read"
         raise ConfigError([Problem(flag, reason.lower(), str(path), f"a file, such as {legal}")]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(flag, f"is not text in UTF-8: {error.reason}", str(path))]) from None
 
 
 def _mapping(tree: Any, path: str | Path) -> dict:
@@ -171,17 +176,41 @@ class _UniqueKeys(yaml.SafeLoader):
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            # Two spellings of one key, such as yes and true, are not equal here.
+            twice = next((f'"{key}"' for key in keys if keys.count(key) > 1), "a key")
             raise yaml.constructor.ConstructorError(
-                None, None, f'"{twice}" is given twice in one block', node.start_mark
+                None, None, f"{twice} is given twice in one block", node.start_mark
             )
         return mapping
 
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _UniqueKeys)
+        tree = yaml.load(text, _UniqueKeys)
+        _check_keys(tree, source)
+        return tree
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1} column {mark.column + 1}" if mark else "the text"
         raise ConfigError([Problem(place, f"is not YAML: {error.problem}", source=source)]) from None
+    # A character that YAML does not allow; a number that Python does not read.
+    except (yaml.YAMLError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError([Problem("the text", f"is not YAML: {reason}", source=source)]) from None
+    # Also what holds itself, by an alias inside its anchor.
+    except RecursionError:
+        raise ConfigError([Problem("the text", TOO_DEEP, source=source)]) from None
+
+
+def _check_keys(tree: Any, source: str, prefix: str = "") -> None:
+    if isinstance(tree, list):
+        for item in tree:
+            _check_keys(item, source, prefix)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            path = join_path(prefix, key)
+            if not isinstance(key, str):
+                raise ConfigError([Problem(path, "a key must be text", key, source=source)])
+            _check_keys(value, source, path)

@@ -79,7 +79,7 @@ class DocumentSet:
 
     `tokens` is flat (memory-mapped uint16 or uint32, or any integer array), `starts_N` and `lengths_N`
     are int64. Every document has at least one token and ends with the end-of-document token.
-    `checksum` names the content, so that a resumed run notices other data.
+    `checksum` names the tokens and which documents they are of, so that a resumed run notices other data.
     """
 
     tokens: np.ndarray
@@ -119,7 +119,10 @@ class PreparedData:
         chosen_N = np.load(self.path / f"{split}.npy")
         starts_N = self.offsets[chosen_N]
         lengths_N = self.offsets[chosen_N + 1] - starts_N
-        return DocumentSet(self.tokens, starts_N, lengths_N, self.meta.vocab_size, self.meta.checksum)
+        # The same tokens are split otherwise by another heldout_fraction or seed.
+        split_digest = hashlib.blake2b(chosen_N.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        checksum = f"{self.meta.checksum}-{split_digest}"
+        return DocumentSet(self.tokens, starts_N, lengths_N, self.meta.vocab_size, checksum)
 
     def tokenizer(self) -> Tokenizer:
         name = self.meta.settings["tokenizer"]

@@ -192,6 +192,7 @@ def test_group_options_are_those_given(files):
         ('{"bf16": {"enabled": true}, "bf16": {}}', "bf16: is given twice in one block"),
         ('{"a": }', "line 1 column 7: is not JSON: Expecting value"),
         ('{"gradient_clipping": NaN}', 'a number = "NaN": must be finite'),
+        ("[" * 100_000, "the text: is nested too deeply"),
         ("[]", "the file = []: must hold a block of settings"),
     ],
 )

@@ -165,6 +165,12 @@ def test_legal_tokenizers(name):
             "train:\n  steps: 1\n  steps: 2\n",
             'line 2 column 3: is not YAML: "steps" is given twice in one block',
         ),
+        ("data: {yes: 1, true: 2}", "line 1 column 7: is not YAML: a key is given twice in one block"),
+        ("data: {1: 2}", "data.1 = 1: a key must be text"),
+        ("data: {null: 2}", "data.None = null: a key must be text"),
+        ("a: \0", "the text: is not YAML: unacceptable character #x0000: special characters are not allowed"),
+        ("a: " + "[" * 3000, "the text: is nested too deeply"),
+        ("a: &a [*a]", "the text: is nested too deeply"),
         ("- 1\n", "the file = [1]: must hold a block of settings"),
         ("", "the file = null: must hold a block of settings"),
     ],
@@ -174,6 +180,18 @@ def test_a_file_that_is_no_recipe(files, text, message):
     with pytest.raises(ConfigError) as error:
         read_recipe(files.recipe)
     assert str(error.value) == f"{files.recipe}: {message}"
+
+
+def test_a_number_of_too_many_digits(files):
+    files.recipe.write_text("model: {hidden_size: 1" + "0" * 5000 + "}")
+    with pytest.raises(ConfigError, match="the text: is not YAML: Exceeds the limit"):
+        read_recipe(files.recipe)
+
+
+def test_a_file_that_is_no_utf8(files):
+    files.recipe.write_bytes("a: é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"^--recipe = .*: is not text in UTF-8: "):
+        read_recipe(files.recipe)
 
 
 def test_a_file_that_is_not_there(tmp_path):

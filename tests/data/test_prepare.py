@@ -202,6 +202,19 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert data.tokens.tolist() == [65_536, 2, 65_536, 70_000, 2, 2, 70_000]
 
 
+def test_another_split_of_the_same_tokens_is_other_data(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", distinct_texts(40))
+    few, more, again = (
+        open_prepared(
+            prepare(data_config(tmp_path, source, path=str(tmp_path / name), heldout_fraction=part))
+        )
+        for name, part in (("few", 0.1), ("more", 0.5), ("again", 0.1))
+    )
+    assert few.meta.checksum == more.meta.checksum
+    assert few.documents("train").checksum == again.documents("train").checksum
+    assert few.documents("train").checksum != more.documents("train").checksum
+
+
 def test_damaged_folders_are_refused(tmp_path):
     folder = prepare(data_config(tmp_path, write_jsonl(tmp_path / "a.jsonl", distinct_texts(20))))
     tokens = (folder / "tokens.bin").read_bytes()
