@@ -24,13 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from cpmoe.attention.geometry import LocalCounter, Needs, Range, Segments, crossing, document_ranges
 from cpmoe.attention.layout import rank_segments
-
-PADDING_DOCUMENT = -1
-FAR = np.iinfo(np.int64).max
-
-Range = tuple[int, int]
-Segments = tuple[Range, ...]
 
 
 class Rectangle(NamedTuple):
@@ -161,18 +156,15 @@ def build_plan(
         raise ValueError(f"cp_rank = {cp_rank}: must be in [0, {cp_size})")
     batch_size, padded_len = documents_BS.shape
     segments = [rank_segments(padded_len, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
-    counter = _LocalCounter(segments)
-    rows: dict[bytes, list[int]] = {}
-    needs = _Needs(segments)
-    rectangles: list[dict[Rectangle, list[int]]] = [{} for _ in range(cp_size)]
-    structures: dict[bytes, np.ndarray] = {}
+    counter, needs = LocalCounter(segments), Needs(segments)
+    # Rows of equal structure are planned once.
+    structures: dict[bytes, tuple[np.ndarray, list[int]]] = {}
     for row, ids_S in enumerate(documents_BS.numpy()):
-        documents_C2 = _document_ranges(ids_S, row)
-        key = documents_C2.tobytes()
-        structures[key] = documents_C2
-        rows.setdefault(key, []).append(row)
-    for key, documents_C2 in structures.items():
-        crossing_C2 = _crossing(documents_C2, segments)
+        documents_C2 = document_ranges(ids_S, row)
+        structures.setdefault(documents_C2.tobytes(), (documents_C2, []))[1].append(row)
+    rectangles: list[dict[Rectangle, list[int]]] = [{} for _ in range(cp_size)]
+    for documents_C2, rows in structures.values():
+        crossing_C2 = crossing(documents_C2, segments)
         needs.add(crossing_C2)
         for source in range(cp_size):
             found = (
@@ -181,7 +173,7 @@ def build_plan(
                 else _remote_rectangles(crossing_C2, segments[cp_rank], counter, cp_rank, source)
             )
             for rectangle in found:
-                rectangles[source].setdefault(rectangle, []).extend(rows[key])
+                rectangles[source].setdefault(rectangle, []).extend(rows)
     merged = [_merge_rows(found) for found in rectangles]
     return AttentionPlan(
         cp_size=cp_size,
@@ -193,120 +185,18 @@ def build_plan(
     )
 
 
-def _document_ranges(ids_S: np.ndarray, row: int) -> np.ndarray:
-    """Global (start, stop) of each document of one sequence, padding left out: int64 [documents, 2]."""
-    if ids_S.min() < PADDING_DOCUMENT:
-        raise ValueError(f"documents[{row}] has id {ids_S.min()}: must be ≥ 0, or -1 for padding")
-    edges = np.flatnonzero(np.diff(ids_S)) + 1
-    starts = np.concatenate(([0], edges))
-    stops = np.concatenate((edges, [len(ids_S)]))
-    ids = ids_S[starts]
-    real = ids != PADDING_DOCUMENT
-    values, runs = np.unique(ids[real], return_counts=True)
-    if (runs > 1).any():
-        raise ValueError(
-            f"documents[{row}] has id {values[runs > 1][0]} on {runs.max()} separate runs of tokens: "
-            "must be one contiguous run"
-        )
-    return np.stack((starts[real], stops[real]), axis=1).astype(np.int64)
-
-
-class _LocalCounter:
-    """Counts a rank's tokens before a global index: how global ranges become local ones."""
-
-    def __init__(self, segments: Sequence[Segments]) -> None:
-        width = max(map(len, segments))
-        padded = [list(s) + [(0, 0)] * (width - len(s)) for s in segments]
-        self._starts_NG = np.array([[start for start, _ in s] for s in padded])
-        self.lengths_NG = np.array([[stop - start for start, stop in s] for s in padded])
-
-    def all_ranks(self, index_C: np.ndarray) -> np.ndarray:
-        """[N, C] tokens of each rank before each global index."""
-        return np.clip(index_C - self._starts_NG[..., None], 0, self.lengths_NG[..., None]).sum(axis=1)
-
-    def one_rank(self, rank: int, index_C: np.ndarray) -> np.ndarray:
-        """[C] tokens of `rank` before each global index."""
-        return np.clip(index_C - self._starts_NG[rank, :, None], 0, self.lengths_NG[rank, :, None]).sum(
-            axis=0
-        )
-
-
-def _crossing(documents_C2: np.ndarray, segments: Sequence[Segments]) -> np.ndarray:
-    """The documents that are not inside one segment: only these can need another rank's KV."""
-    stops = np.sort(np.array([stop for rank in segments for _, stop in rank]))
-    start_C, stop_C = documents_C2.T
-    first_C = np.searchsorted(stops, start_C, side="right")
-    last_C = np.searchsorted(stops, stop_C, side="left")
-    return documents_C2[first_C != last_C]
-
-
-class _Needs:
-    """need(source, rank): the source's local tokens that `rank` attends to, over the batch.
-
-    Kept as one hull for each of the source's G segments, so that a buffer has few ranges.
-    """
-
-    def __init__(self, segments: Sequence[Segments]) -> None:
-        size, width = len(segments), max(map(len, segments))
-        self._segments = segments
-        self._counter = _LocalCounter(segments)
-        # Local bounds of segment g of each source: [N, G], empty where it has fewer.
-        lengths_NG = self._counter.lengths_NG
-        self._last_NG = lengths_NG.cumsum(axis=1)
-        self._first_NG = self._last_NG - lengths_NG
-        self._start_NNG = np.full((size, size, width), FAR)
-        self._stop_NNG = np.zeros((size, size, width), dtype=np.int64)
-
-    def add(self, documents_C2: np.ndarray) -> None:
-        if len(documents_C2) == 0:
-            return
-        start_C, stop_C = documents_C2.T
-        k_start_NGC = np.maximum(self._counter.all_ranks(start_C)[:, None], self._first_NG[..., None])
-        for rank, own_segments in enumerate(self._segments):
-            for segment_start, segment_stop in own_segments:
-                q_start_C = np.maximum(start_C, segment_start)
-                has_queries_C = q_start_C < np.minimum(stop_C, segment_stop)
-                k_stop_NC = self._counter.all_ranks(q_start_C)
-                k_stop_NGC = np.minimum(k_stop_NC[:, None], self._last_NG[..., None])
-                seen_NGC = has_queries_C & (k_stop_NGC > k_start_NGC)
-                seen_NGC[rank] = False
-                start_NG = np.where(seen_NGC, k_start_NGC, FAR).min(axis=2)
-                stop_NG = np.where(seen_NGC, k_stop_NGC, 0).max(axis=2)
-                self._start_NNG[:, rank] = np.minimum(self._start_NNG[:, rank], start_NG)
-                self._stop_NNG[:, rank] = np.maximum(self._stop_NNG[:, rank], stop_NG)
-
-    def distances(self) -> list[int]:
-        """Ring distances > 0 at which any rank needs anything, ascending."""
-        source, rank, _ = np.nonzero(self._stop_NNG)
-        return np.unique((rank - source) % len(self._segments)).tolist()
-
-    def union(self, source: int, distances: Sequence[int]) -> TokenRanges:
-        """What the ranks at `distances` from `source` need together."""
-        ranks = [(source + distance) % len(self._segments) for distance in distances]
-        starts = self._start_NNG[source, ranks].min(axis=0).tolist()
-        stops = self._stop_NNG[source, ranks].max(axis=0).tolist()
-        ranges: list[Range] = []
-        for start, stop in zip(starts, stops, strict=True):
-            if start >= stop:
-                continue
-            if ranges and ranges[-1][1] == start:
-                ranges[-1] = (ranges[-1][0], stop)
-            else:
-                ranges.append((start, stop))
-        return TokenRanges(tuple(ranges))
-
-
-def _own_rectangles(documents_C2: np.ndarray, counter: _LocalCounter, rank: int) -> list[Rectangle]:
+def _own_rectangles(documents_C2: np.ndarray, counter: LocalCounter, rank: int) -> list[Rectangle]:
+    """Per document one causal rectangle: the first, and on this hop the only one, of its queries."""
     starts, stops = (counter.one_rank(rank, edges_C).tolist() for edges_C in documents_C2.T)
     return [
-        Rectangle(0, 1, start, stop, start, stop, causal=True)
+        Rectangle(0, 1, start, stop, start, stop, causal=True, opens=True)
         for start, stop in zip(starts, stops, strict=True)
         if start < stop
     ]
 
 
 def _remote_rectangles(
-    documents_C2: np.ndarray, own_segments: Segments, counter: _LocalCounter, rank: int, source: int
+    documents_C2: np.ndarray, own_segments: Segments, counter: LocalCounter, rank: int, source: int
 ) -> list[Rectangle]:
     """Per document: queries of a segment see the source's tokens before that segment.
 
@@ -336,18 +226,19 @@ def _merge_rows(found: dict[Rectangle, list[int]]) -> tuple[Rectangle, ...]:
     """Rectangles that stand in consecutive batch rows become one."""
     merged = []
     for rectangle, rows in found.items():
-        # On its own KV every query row is in one rectangle, its document's, and that hop is the first.
-        opens = rectangle.causal
         row_array = np.sort(np.array(rows))
         for run in np.split(row_array, np.flatnonzero(np.diff(row_array) > 1) + 1):
             first, last = int(run[0]), int(run[-1])
-            merged.append(rectangle._replace(batch_start=first, batch_stop=last + 1, opens=opens))
+            merged.append(rectangle._replace(batch_start=first, batch_stop=last + 1))
     return tuple(sorted(merged))
 
 
 def _remote_hops(
-    cp_size: int, cp_rank: int, rectangles: Sequence[tuple[Rectangle, ...]], needs: _Needs
+    cp_size: int, cp_rank: int, rectangles: Sequence[tuple[Rectangle, ...]], needs: Needs
 ) -> tuple[RemoteHop, ...]:
+    def needed(of_rank: int, at: Sequence[int]) -> TokenRanges:
+        return TokenRanges(needs.union(of_rank % cp_size, at))
+
     distances = needs.distances()
     hops = []
     for index, distance in enumerate(distances):
@@ -355,19 +246,18 @@ def _remote_hops(
         previous = distances[index - 1] if index else 0
         following = distances[index + 1] if index + 1 < len(distances) else cp_size
         remaining, done = distances[index:], distances[: index + 1]
-        fetch_from = (cp_rank - (distance - previous)) % cp_size
-        deliver_from = (cp_rank - (following - distance)) % cp_size
+        step_in, step_out = distance - previous, following - distance
         fetch = Transfer(
-            to_rank=(cp_rank + (distance - previous)) % cp_size,
-            from_rank=fetch_from,
-            send=needs.union((cp_rank - previous) % cp_size, remaining),
-            receive=needs.union(source, remaining),
+            to_rank=(cp_rank + step_in) % cp_size,
+            from_rank=(cp_rank - step_in) % cp_size,
+            send=needed(cp_rank - previous, remaining),
+            receive=needed(source, remaining),
         )
         deliver = Transfer(
-            to_rank=(cp_rank + (following - distance)) % cp_size,
-            from_rank=deliver_from,
-            send=needs.union(source, done),
-            receive=needs.union((cp_rank - following) % cp_size, done),
+            to_rank=(cp_rank + step_out) % cp_size,
+            from_rank=(cp_rank - step_out) % cp_size,
+            send=needed(source, done),
+            receive=needed(cp_rank - following, done),
         )
         hops.append(RemoteHop(distance, source, rectangles[source], fetch, deliver))
     return tuple(hops)

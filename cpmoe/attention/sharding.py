@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
+from cpmoe.attention.geometry import PADDING_DOCUMENT
 from cpmoe.attention.layout import LAYOUTS, padded_length, shard_indices
-from cpmoe.attention.plan import PADDING_DOCUMENT, AttentionPlan, build_plan
+from cpmoe.attention.plan import AttentionPlan, build_plan
 
 __all__ = ["IGNORED_LABEL", "LAYOUTS", "SequenceShard", "padded_length", "shard_batch", "shard_indices"]
 
