@@ -52,10 +52,8 @@ fi
 if [ "$processes" -eq 1 ]; then
     default cpmoe.context_parallel_size=1
     default cpmoe.expert_parallel_size=1
-elif [ "$processes" -gt 2 ]; then # the recipe's steps of 4 sequences, split over more rings of two
-    rings=$((processes / 2))
-    default "train.micro_batch_size=$((rings < 4 ? 4 / rings : 1))"
-    default "train.global_batch_size=$((rings < 4 ? 4 : rings))"
+elif [ "$processes" -gt 8 ]; then # at least one sequence for each ring of two
+    default "train.global_batch_size=$((processes / 2))"
 fi
 default "train.out_dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from cpmoe.config.errors import ConfigError, Problem
@@ -23,6 +24,8 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 def main() -> int:
+    # DeepSpeed's own calls; nothing that the reader of a run could change.
+    warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated")
     arguments = parse_arguments()
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world_size is None:
@@ -93,9 +96,10 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
         print(run.batch.describe(), flush=True)
     try:
         trainer = Trainer(run, prepared, device)
+        first = trainer.step
         trainer.train()
         if leads:
-            report(run, prepared, trainer.step, time.perf_counter() - start)
+            report(run, prepared, (first, trainer.step), time.perf_counter() - start)
     except (ValueError, OSError, NonFiniteError) as error:
         tell(error, dist.get_rank())
         return 1
@@ -109,8 +113,8 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
     return 0
 
 
-def report(run: RunConfig, prepared: PreparedData, step: int, seconds: float) -> None:
-    """Says how it went, where everything is, and what to try next."""
+def report(run: RunConfig, prepared: PreparedData, span: tuple[int, int], seconds: float) -> None:
+    """Says how the steps of `span` went, where everything is, and what to try next."""
     from cpmoe.data.baseline import MAX_VOCABULARY, bigram_loss
     from cpmoe.data.packing import HeldoutDataset
     from cpmoe.training.metrics import format_seconds
@@ -124,8 +128,12 @@ def report(run: RunConfig, prepared: PreparedData, step: int, seconds: float) ->
         heldout = HeldoutDataset(prepared.documents("heldout"), data.seq_len, train_config.eval_sequences)
         baseline = bigram_loss(prepared.documents("train"), heldout)
     curve = draw_loss_curve(folder, baseline)
-    steps = run.recipe.train.steps
-    if step < steps:
+    steps, (first, step) = run.recipe.train.steps, span
+    if first >= steps:
+        print(
+            f"\nalready at step {step} of {steps}: a larger train.steps goes on, a new train.out_dir starts anew"
+        )
+    elif step < steps:
         print(f"\nstopped at step {step} of {steps}; the same command with the same train.out_dir continues")
     else:
         print(f"\ndone in {format_seconds(seconds)}")
@@ -137,13 +145,14 @@ def report(run: RunConfig, prepared: PreparedData, step: int, seconds: float) ->
     print(f"  loss curve      {curve}")
     print(f"  checkpoints     {folder / 'checkpoints'}")
     print(f"  TensorBoard     tensorboard --logdir {folder / 'tensorboard'}")
-    print(f"  every number    {folder / 'metrics.jsonl'}")
-    print(
-        "try next: another layout computes the same loss. Change context_parallel_size or "
-        "expert_parallel_size in the JSON,\n"
-        "  or on the command line: cpmoe.context_parallel_size=1 train.out_dir=runs/cp1",
-        flush=True,
-    )
+    print(f"  every number    {folder / 'metrics.jsonl'}", flush=True)
+    if run.cpmoe.context_parallel_size > 1 and step >= steps:
+        print(
+            "try next: another layout computes the same loss. Change context_parallel_size or "
+            "expert_parallel_size in the JSON,\n"
+            "  or add to the command: cpmoe.context_parallel_size=1 train.out_dir=runs/cp1",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

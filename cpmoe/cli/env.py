@@ -29,8 +29,8 @@ REQUIRED = (
 )
 OPTIONAL = {
     "triton": ("triton", "kernels on GPUs"),
-    "flash-attn": ("flash_attn", "flash attention on GPUs; pip install cpmoe[gpu], needs a CUDA toolchain"),
-    "megablocks": ("megablocks", "expert kernels on GPUs; pip install --no-deps megablocks"),
+    "flash-attn": ("flash_attn", "attention backend that is not there yet; nothing uses it"),
+    "megablocks": ("megablocks", "expert backend that is not there yet; nothing uses it"),
     "transformers": ("transformers", "the baseline of `bench train`; pip install cpmoe[dev]"),
     "wandb": ("wandb", "the wandb block of the JSON"),
     "comet_ml": ("comet_ml", "the comet block of the JSON"),

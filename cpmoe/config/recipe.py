@@ -132,8 +132,10 @@ class TrainConfig(Block):
     """The loop: batch, length, and what is written when. Steps are optimizer steps."""
 
     steps: Count
-    micro_batch_size: Count = 1
-    """Sequences per data-parallel rank (that is, per ring of CP ranks) and micro-step."""
+    micro_batch_size: CountOrAuto = 1
+    """Sequences per data-parallel rank (that is, per ring of CP ranks) and micro-step; "auto" shares
+    global_batch_size among the ranks, in one micro-step where the JSON asks for no accumulation. The
+    balance loss of a micro-step is then the same on every layout."""
     global_batch_size: CountOrAuto = 0
     """Sequences per optimizer step over all ranks; 0 or "auto" is one micro-batch per data-parallel rank
     times the JSON's gradient_accumulation_steps."""

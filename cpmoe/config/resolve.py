@@ -144,9 +144,11 @@ def resolve(
         *checks.check_environment(environ),
     ]
     cp = cpmoe.context_parallel_size
+    shares = recipe.train.micro_batch_size == 0
+    given = recipe_settings.gives("train.micro_batch_size") and not shares
     sizes = BatchSizes(
-        micro=recipe.train.micro_batch_size if recipe_settings.gives("train.micro_batch_size") else None,
-        accumulation=config.gradient_accumulation_steps,
+        micro=recipe.train.micro_batch_size if given else None,
+        accumulation=config.gradient_accumulation_steps or (1 if shares else None),
         total=recipe.train.global_batch_size or None,
     )
     solution = None if world_size % cp else solve(sizes, world_size // cp)

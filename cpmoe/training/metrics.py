@@ -47,6 +47,7 @@ class StepMetrics:
     memory: int
     memory_total: int
     load_max_over_mean: tuple[float, ...]
+    first_sparse_layer: int
     dropped_tokens: int
     flops_per_second: float
 
@@ -142,7 +143,7 @@ class MetricsWriter:
         mfu = self._mfu(m)
         if mfu is not None:
             values["mfu"] = mfu
-        for layer, load in enumerate(m.load_max_over_mean):
+        for layer, load in enumerate(m.load_max_over_mean, start=m.first_sparse_layer):
             values[f"moe_max_over_mean/layer_{layer}"] = load
         return [(f"Train/{name}", value, m.step) for name, value in values.items()]
 

@@ -110,12 +110,17 @@ def draw_loss_curve(folder: Path, baseline: float | None) -> Path:
 
     train, evaluations = read_metrics(folder)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot(list(train), [r["loss"] for r in train.values()], color="#7aa6d8", lw=1, label="training")
+    training = [r["loss"] for r in train.values()]
+    axes.plot(list(train), training, color="#7aa6d8", lw=0.8, alpha=0.45)
+    axes.plot(list(train), _running_mean(training), color="#7aa6d8", lw=1.6, label="training (running mean)")
     if evaluations:
         losses = [r["loss"] for r in evaluations.values()]
         axes.plot(list(evaluations), losses, "o-", color="#1f4e8c", lw=1.6, ms=4, label="held-out")
-        axes.annotate(f"{losses[-1]:.3f}", (list(evaluations)[-1], losses[-1]), xytext=(4, -12),
-                      textcoords="offset points", color="#1f4e8c", ha="right")  # fmt: skip
+        last = (list(evaluations)[-1], losses[-1])
+        halo = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"}
+        axes.annotate(
+            f"{losses[-1]:.3f}", last, xytext=(6, 8), textcoords="offset points", ha="right", bbox=halo
+        )
     if baseline is not None:
         axes.axhline(baseline, color="#b8860b", ls="--", lw=1.2, label=f"byte bigram model {baseline:.3f}")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=folder.name)
@@ -128,3 +133,12 @@ def draw_loss_curve(folder: Path, baseline: float | None) -> Path:
     figure.savefig(path)
     pyplot.close(figure)
     return path
+
+
+def _running_mean(values: list[float], weight: float = 0.1) -> list[float]:
+    """Exponential mean whose first values are plain means, so that the start is not dragged."""
+    means: list[float] = []
+    for count, value in enumerate(values, start=1):
+        share = max(weight, 1 / count)
+        means.append(value if not means else means[-1] + share * (value - means[-1]))
+    return means

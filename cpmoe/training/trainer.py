@@ -240,6 +240,7 @@ class Trainer:
             memory=memory,
             memory_total=memory_total,
             load_max_over_mean=tuple(max_over_mean_load(counts_LE).tolist()),
+            first_sparse_layer=self.recipe.model.first_k_dense_replace,
             # Dispatch is dropless; the number is logged because users look for it.
             dropped_tokens=0,
             flops_per_second=flops / seconds,

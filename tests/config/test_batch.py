@@ -63,6 +63,18 @@ def test_padding_is_told(files):
         ({"train.global_batch_size": 0}, {"train_batch_size": 12}, (1, 6, 12)),
         ({"train.micro_batch_size": 3}, {"train_micro_batch_size_per_gpu": "auto"}, (3, 1, 6)),
         ({"train.global_batch_size": 8}, {"gradient_accumulation_steps": "auto"}, (1, 4, 8)),
+        ({"train.global_batch_size": 8, "train.micro_batch_size": "auto"}, {}, (4, 1, 8)),
+        (
+            {"train.global_batch_size": 8, "train.micro_batch_size": "auto"},
+            {"gradient_accumulation_steps": 2},
+            (2, 2, 8),
+        ),
+        (
+            {"train.global_batch_size": 8, "train.micro_batch_size": "auto"},
+            {"train_micro_batch_size_per_gpu": 1},
+            (1, 4, 8),
+        ),
+        ({"train.micro_batch_size": "auto"}, {}, (1, 1, 2)),
     ],
 )
 def test_sizes_come_from_either_file(files, recipe, json_, expected):

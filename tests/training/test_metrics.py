@@ -17,7 +17,7 @@ from cpmoe.training.metrics import (
 METRICS = StepMetrics(
     step=120, loss=2.41309, aux_loss=1.01, z_loss=3.5, grad_norm=0.8421, lr=3e-4, tokens=39248,
     tokens_seen=4_709_760, seconds=2.0, data_seconds=0.008, memory=61 * 1024**3, memory_total=142 * 1024**3,
-    load_max_over_mean=(1.02, 1.07), dropped_tokens=0, flops_per_second=8e14,
+    load_max_over_mean=(1.02, 1.07), first_sparse_layer=1, dropped_tokens=0, flops_per_second=8e14,
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_line_events_and_jsonl(tmp_path, capsys):
     values = {name: value for name, value, step in events if step == 120}
     assert values["Train/tokens_per_second"] == 39248 / 2
     assert values["Train/mfu"] == 0.4
-    assert values["Train/moe_max_over_mean/layer_1"] == 1.07
+    assert values["Train/moe_max_over_mean/layer_2"] == 1.07
     assert values["Eval/loss"] == 2.5 and values["Eval/loss_from_position_512"] == 2.0
     train, evaluation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert train["kind"] == "train" and train["loss"] == 2.41309

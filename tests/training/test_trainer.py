@@ -90,7 +90,7 @@ def test_what_a_run_writes(tmp_path):
     tags = set(events.Tags()["scalars"])
     for name in ("loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens_per_second", "tokens_seen"):
         assert f"Train/{name}" in tags
-    assert {"Eval/loss", "Train/moe_max_over_mean/layer_0", "Train/dropped_tokens"} <= tags
+    assert {"Eval/loss", "Train/moe_max_over_mean/layer_1", "Train/dropped_tokens"} <= tags
     assert any(tag.startswith("Eval/loss_from_position_") for tag in tags)
     written = [event.value for event in events.Scalars("Train/loss")]
     assert written == pytest.approx([record["loss"] for record in steps])
