@@ -130,9 +130,7 @@ def report(run: RunConfig, prepared: PreparedData, span: tuple[int, int], second
     curve = draw_loss_curve(folder, baseline)
     steps, (first, step) = run.recipe.train.steps, span
     if first >= steps:
-        print(
-            f"\nalready at step {step} of {steps}: a larger train.steps goes on, a new train.out_dir starts anew"
-        )
+        print(f"\nalready at step {step} of {steps}: a larger train.steps or a new train.out_dir trains on")
     elif step < steps:
         print(f"\nstopped at step {step} of {steps}; the same command with the same train.out_dir continues")
     else:
