@@ -107,8 +107,10 @@ def check_zero(config: DeepSpeedConfig) -> Iterator[Problem]:
         path = "zero_optimization.offload_param.device"
         constraint = f"parameters are partitioned at stage 3 only, not at stage {stage}"
         yield Problem(path, constraint, zero.offload_param.device, '"none", or stage 3')
-    if bf16 and stage == 1 and config.data_types.grad_accum_dtype == "fp32":
+    if bf16 and stage < 2 and config.data_types.grad_accum_dtype == "fp32":
         constraint = "with bf16 at stage 1 it selects an optimizer not measured with expert groups"
+        if stage == 0:
+            constraint = "DeepSpeed has no optimizer for it with bf16 at stage 0"
         yield Problem("data_types.grad_accum_dtype", constraint, "fp32", "leave it out, or stage 2 or 3")
     for path, value in _half_types(config):
         if not bf16 and value == "bf16":

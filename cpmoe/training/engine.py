@@ -125,6 +125,8 @@ class TrainingEngine:
             mpu=None,
             dist_init_required=False,
         )
+        if run.zero_stage == 0 and run.dtype == "bfloat16":
+            self._forget_first_step()
 
     @property
     def model(self) -> CausalLM:
@@ -215,6 +217,18 @@ class TrainingEngine:
         if self.zero_stage == 3:
             return self.optimizer.fp32_partitioned_groups_flat
         return [p for group in self.deepspeed.basic_optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _forget_first_step(self) -> None:
+        """Undoes the step with gradients of 0 that DeepSpeed makes while it builds this stage's optimizer.
+
+        It counts for Adam's bias correction (the first real update would be 0.73 of its size), fills
+        momentum with weight decay, and decays the masters once.
+        """
+        self.deepspeed.basic_optimizer.state.clear()
+        for masters, parameters in zip(self.optimizer.fp32_groups, self.optimizer.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.copy_(parameter)
 
     def _gradient_norm(self) -> float:
         """Stage 0: the dense gradients once and the experts of one whole expert group."""

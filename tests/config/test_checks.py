@@ -123,6 +123,11 @@ REFUSED = [
         "with expert groups; legal: leave it out, or stage 2 or 3",
     ),
     (
+        {f"{ZERO}.stage": 0, "bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"},
+        'data_types.grad_accum_dtype = "fp32": DeepSpeed has no optimizer for it with bf16 at stage 0; '
+        "legal: leave it out, or stage 2 or 3",
+    ),
+    (
         {"communication_data_type": "bf16"},
         'communication_data_type = "bf16": the run is in float32; legal: "fp32", or bf16.enabled true',
     ),
