@@ -11,6 +11,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -29,12 +30,25 @@ _workers: list[_Worker] = []
 MAX_THREADS = 64
 
 
+def _let_go_of_groups() -> None:
+    """ZeRO-3 engines outlive their destruction: whatever they are made of forgets its groups."""
+    for owner in gc.get_objects():
+        ours = str(type(owner).__module__).startswith(("cpmoe.", "deepspeed.", "torch.nn."))
+        held = getattr(owner, "__dict__", {}) if ours else {}
+        for name in [name for name, value in held.items() if isinstance(value, dist.ProcessGroup)]:
+            held[name] = None
+
+
 def _leave_group() -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         for engine in [o for o in gc.get_objects() if isinstance(o, deepspeed.DeepSpeedEngine)]:
             # Its hooks on gradients make a cycle that no garbage collection finds.
             engine.destroy()
+        _let_go_of_groups()
+        zero3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+        if zero3 is not None:
+            zero3.FWD_MODULE_STACK.clear()  # keeps the last model of ZeRO-3, and so its groups
         # Also clears the groups that DeepSpeed keeps in module globals.
         deepspeed.comm.destroy_process_group()
     else:
@@ -64,11 +78,12 @@ def _serve(rank: int, connection: Connection) -> None:
             dist.barrier()
             _leave_group()
             retires = len(os.listdir("/proc/self/task")) > MAX_THREADS
-            connection.send((True, result, retires))
+            # Whole, not as handles that the parent asks this worker for: it may be gone by then.
+            connection.send_bytes(pickle.dumps((True, result, retires)))
             if retires:
                 return
         except BaseException:
-            connection.send((False, traceback.format_exc(), True))
+            connection.send_bytes(pickle.dumps((False, traceback.format_exc(), True)))
             # The state of the group is unknown after a failure: this worker ends and a new one is started.
             os._exit(1)
 
@@ -112,7 +127,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
             try:
                 # The first job also pays for the worker's imports.
                 if worker.connection.poll(timeout + 60 if not failures else 5):
-                    ok, value, retires = worker.connection.recv()
+                    ok, value, retires = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
                 value = "the process died"
             results.append(value)
