@@ -35,7 +35,7 @@ class EngineJob(NamedTuple):
     num_micro_steps: int = 1
     clip: float = 0.0
     optimizer: str = "sgd"
-    num_steps: int = 4
+    num_steps: int = 3
     recompute: str = "none"
     dtype: str = "float32"
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import run_distributed
 from tests.numerics.cases import case_config, case_step
 from tests.numerics.compare import gather_full
 from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, EngineResult, run_engine_jobs
+from tests.numerics.launch import launch
 from tests.numerics.model_jobs import Layout
 from tests.numerics.pairs import cover
 from tests.numerics.reference import clip_coefficient, reference_step
@@ -53,8 +53,7 @@ JOBS[1] = list(dict.fromkeys(_single(job) for jobs in JOBS.values() for job in j
 
 @functools.cache
 def _launch(world: int) -> dict[EngineJob, list[EngineResult]]:
-    by_rank = run_distributed(run_engine_jobs, world, JOBS[world], timeout=540)
-    return {job: list(ranks) for job, ranks in zip(JOBS[world], zip(*by_rank, strict=True), strict=True)}
+    return launch(run_engine_jobs, world, JOBS[world], per_launch=3)
 
 
 class _MeanSquare:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import run_distributed
 from tests.numerics.cases import CASES, case_config, case_step, case_weights
 from tests.numerics.compare import LOSS_TOLERANCE_AFTER_20_STEPS, failures, relative_difference, step_errors
+from tests.numerics.launch import launch
 from tests.numerics.model_jobs import STEP_SIZE, Job, Layout, RankResult, is_expert, run_jobs
 from tests.numerics.pairs import cover
 from tests.numerics.reference import ReferenceSGD, StepResult, reference_step
@@ -72,8 +72,8 @@ def _reference(case: str, num_micro_steps: int) -> StepResult:
 
 @functools.cache
 def _launch(world: int) -> dict[Job, list[RankResult]]:
-    by_rank = run_distributed(run_jobs, world, JOBS[world], timeout=540)
-    return {job: list(ranks) for job, ranks in zip(JOBS[world], zip(*by_rank, strict=True), strict=True)}
+    # The jobs of a layout lie together and share its groups.
+    return launch(run_jobs, world, JOBS[world], per_launch=12)
 
 
 def _errors(job: Job) -> dict[str, float]:
@@ -118,6 +118,6 @@ def test_summed_gradients_are_bit_equal_on_all_copies(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_second_run_is_bit_identical(world: int) -> None:
     again = JOBS[world][::7]
-    for job, *ranks in zip(again, *run_distributed(run_jobs, world, again, timeout=540), strict=True):
+    for job, ranks in launch(run_jobs, world, again, per_launch=6).items():
         for rank, first in zip(ranks, _launch(world)[job], strict=True):
             assert (rank.loss, rank.digests) == (first.loss, first.digests), job

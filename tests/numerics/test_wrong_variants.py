@@ -11,9 +11,9 @@ import functools
 import pytest
 import torch
 
-from tests.distributed import run_distributed
 from tests.numerics.cases import case_config, case_step, case_weights
 from tests.numerics.compare import failures, relative_difference, step_errors
+from tests.numerics.launch import launch
 from tests.numerics.model_jobs import Job, Layout, RankResult, run_jobs
 from tests.numerics.reference import Batch, reference_step
 
@@ -36,8 +36,7 @@ WRONG = [
 @functools.cache
 def _launch(world: int) -> dict[Job, list[RankResult]]:
     jobs = list(dict.fromkeys(job for job, _ in WRONG if job.layout.world == world))
-    by_rank = run_distributed(run_jobs, world, jobs)
-    return {job: list(ranks) for job, ranks in zip(jobs, zip(*by_rank, strict=True), strict=True)}
+    return launch(run_jobs, world, jobs, per_launch=6)
 
 
 @pytest.mark.parametrize(("job", "quantity"), WRONG, ids=str)
