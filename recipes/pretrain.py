@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 
 from cpmoe.config.errors import ConfigError, Problem
@@ -24,8 +23,6 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 def main() -> int:
-    # DeepSpeed's own calls; nothing that the reader of a run could change.
-    warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated")
     arguments = parse_arguments()
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world_size is None:

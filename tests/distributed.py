@@ -42,7 +42,7 @@ def _let_go_of_groups() -> None:
 def _leave_group() -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
-        for engine in [o for o in gc.get_objects() if isinstance(o, deepspeed.DeepSpeedEngine)]:
+        for engine in [o for o in gc.get_objects() if issubclass(type(o), deepspeed.DeepSpeedEngine)]:
             # Its hooks on gradients make a cycle that no garbage collection finds.
             engine.destroy()
         _let_go_of_groups()

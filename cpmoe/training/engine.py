@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from typing import Any
 
 import deepspeed
@@ -46,6 +47,8 @@ def init_distributed() -> torch.device:
     NCCL on CUDA, gloo on CPU. Rank and address come from the launcher's environment variables.
     """
     skip_shared_memory_op()
+    # DeepSpeed's own calls; nothing that the reader of a run could change.
+    warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated")
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
