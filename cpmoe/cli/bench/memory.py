@@ -7,7 +7,6 @@ Counted exactly: the bytes of all live tensors during forward and backward, less
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,19 @@ MIB = 1024**2
 class PeakBytes(TorchDispatchMode):
     """Tracks the bytes of storages made under it; `peak` is the most alive at one time.
 
-    Storages of `known` tensors do not count, also where an operator returns a view of one; nor do new
-    tensors of `ignored_shapes`.
+    Storages of `known` tensors do not count, also where an operator returns a view of one.
     """
 
-    def __init__(self, known: list[torch.Tensor], ignored_shapes: Iterable[torch.Size] = ()) -> None:
+    def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._ignored_shapes = set(ignored_shapes)
         self._seen: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.shape not in self._ignored_shapes:
+            if isinstance(value, torch.Tensor):
                 self._note(value.untyped_storage())
         return result
 
@@ -92,7 +89,7 @@ def _activations(rank: int, size: int) -> Work:
     from cpmoe.parallel.groups import create_groups
 
     groups = create_groups(RankGrid(size, context_parallel_size=size))
-    model = CausalLM(ModelConfig.model_validate(MODEL), groups, ModelOptions(loss_chunk_tokens=256))
+    model = CausalLM(ModelConfig.model_validate(MODEL), groups, ModelOptions(loss_chunk_tokens=128))
     init_weights(model, 0)
     known = []
     for parameter in model.parameters():
@@ -104,9 +101,7 @@ def _activations(rank: int, size: int) -> Work:
         shard = shard_batch(
             tokens_BS, tokens_BS, torch.arange(length)[None], torch.zeros_like(tokens_BS), size, rank
         )
-        # Gradients of stacked expert weights, on their way to where they are kept, are no activations.
-        stacked = [parameter.shape for parameter in model.parameters() if parameter.ndim == 3]
-        with PeakBytes(known, stacked) as memory:
+        with PeakBytes(known) as memory:
             model(shard, LossScale(length, length, 1)).loss.backward()
         return memory.peak
 
