@@ -39,7 +39,9 @@ def _let_go_of_groups() -> None:
             held[name] = None
 
 
-def _leave_group() -> None:
+def _leave_group() -> bool:
+    """Ends the job's process group; returns whether this process can take another job."""
+    reusable = True
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         for engine in [o for o in gc.get_objects() if issubclass(type(o), deepspeed.DeepSpeedEngine)]:
@@ -48,12 +50,15 @@ def _leave_group() -> None:
         _let_go_of_groups()
         zero3 = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
         if zero3 is not None:
+            # ZeRO-3 numbers modules over the life of a process and wants the same numbers on all ranks.
+            reusable = not zero3.FWD_MODULE_STACK
             zero3.FWD_MODULE_STACK.clear()  # keeps the last model of ZeRO-3, and so its groups
         # Also clears the groups that DeepSpeed keeps in module globals.
         deepspeed.comm.destroy_process_group()
     else:
         dist.destroy_process_group()
     gc.collect()
+    return reusable and len(os.listdir("/proc/self/task")) <= MAX_THREADS
 
 
 def _serve(rank: int, connection: Connection) -> None:
@@ -76,8 +81,7 @@ def _serve(rank: int, connection: Connection) -> None:
             torch.manual_seed(1234 + rank)
             result = fn(rank, world_size, *args)
             dist.barrier()
-            _leave_group()
-            retires = len(os.listdir("/proc/self/task")) > MAX_THREADS
+            retires = not _leave_group()
             # Whole, not as handles that the parent asks this worker for: it may be gone by then.
             connection.send_bytes(pickle.dumps((True, result, retires)))
             if retires:
