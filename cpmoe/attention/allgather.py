@@ -25,6 +25,7 @@ from cpmoe.attention.blocks import (
 )
 from cpmoe.attention.inputs import check_inputs
 from cpmoe.attention.plan import AttentionPlan
+from cpmoe.parallel.comm_clock import comm_clock
 
 
 def allgather_attention(
@@ -54,7 +55,8 @@ def _gather(k_BTGD: Tensor, v_BTGD: Tensor, group: ProcessGroup | None) -> Tenso
         return packed[None]
     size = dist.get_world_size(group)
     gathered = packed.new_empty((size, *packed.shape))
-    dist.all_gather(list(gathered.unbind()), packed, group=group)
+    work = dist.all_gather(list(gathered.unbind()), packed, group=group, async_op=True)
+    comm_clock.wait(work, gathered.device)
     return gathered
 
 
@@ -63,7 +65,8 @@ def _send_home(parts: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is None:
         return parts[0]
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    comm_clock.wait(work, received.device)
     return received.sum(dim=0)
 
 

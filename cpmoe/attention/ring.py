@@ -27,6 +27,7 @@ from cpmoe.attention.blocks import (
 )
 from cpmoe.attention.inputs import check_inputs
 from cpmoe.attention.plan import AttentionPlan, Transfer
+from cpmoe.parallel.comm_clock import comm_clock
 
 
 def ring_attention(
@@ -76,7 +77,7 @@ class _Exchange:
 
     def wait(self) -> Tensor:
         for work in self._works:
-            work.wait()
+            comm_clock.wait(work, self._received.device)
         return self._received
 
 

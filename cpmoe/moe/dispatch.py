@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cpmoe.parallel.comm_clock import comm_clock
+
 
 @dataclass(frozen=True)
 class RowSplits:
@@ -63,7 +65,7 @@ class CountExchange:
             sent, received = self._host.tolist()
         else:
             if self._work is not None:
-                self._work.wait()
+                comm_clock.wait(self._work, self._received_E.device)
             sent, received = self._sent_E.tolist(), self._received_E.tolist()
         width = len(sent) // self._ranks
         blocks = [received[start : start + width] for start in range(0, len(received), width)]

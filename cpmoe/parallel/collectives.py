@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cpmoe.parallel.comm_clock import comm_clock
+
 
 class PendingAllToAll:
     """One all-to-all in flight, forward or backward; shared by the two Functions of its pair."""
@@ -44,7 +46,7 @@ class PendingAllToAll:
 
     def wait(self) -> Tensor:
         assert self._work is not None and self._received is not None, "waited for twice, or never launched"
-        self._work.wait()
+        comm_clock.wait(self._work, self._received.device)
         received = self._received
         self._work = self._sent = self._received = None
         return received

@@ -31,7 +31,8 @@ class StepMetrics:
 
     Losses are in nats; `loss` is the mean over the step's label tokens, `aux_loss` the mean over sparse
     layers and micro-steps (1 where balanced), `z_loss` the mean over sparse layers and tokens. Times in
-    seconds, memory in bytes, `load_max_over_mean` per sparse layer.
+    seconds, memory in bytes, `load_max_over_mean` per sparse layer. `comm_exposed_seconds` is the part of
+    `seconds` in which this rank stood still for the ring, an all-to-all or token counts.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepMetrics:
     tokens_seen: int
     seconds: float
     data_seconds: float
+    comm_exposed_seconds: float
     memory: int
     memory_total: int
     load_max_over_mean: tuple[float, ...]
@@ -102,6 +104,17 @@ class MetricsWriter:
                 self._file.write(b"\n")
         self._seconds: list[float] = []
 
+    def explain(self) -> None:
+        """Says once what the columns of the steps' lines mean."""
+        mfu = ""
+        if self.peak is not None:
+            mfu = f"mfu of {self.peak / 1e12:,.3g} TFLOP/s a rank, causal attention counted at half; "
+        print(
+            f"{mfu}comm exposed, data: share of the step spent waiting for transfers, for data\n"
+            "moe max/mean: rows of the fullest expert over the mean, in the layer where that is largest",
+            flush=True,
+        )
+
     def step(self, metrics: StepMetrics, show: bool) -> None:
         self._seconds = [*self._seconds[-49:], metrics.seconds]
         self._write_json("train", asdict(metrics))
@@ -139,6 +152,7 @@ class MetricsWriter:
             "memory_gib": m.memory / GIB,
             "dropped_tokens": m.dropped_tokens,
             "data_fraction": m.data_seconds / m.seconds,
+            "comm_exposed_fraction": m.comm_exposed_seconds / m.seconds,
         }
         mfu = self._mfu(m)
         if mfu is not None:
@@ -156,12 +170,12 @@ class MetricsWriter:
             f"grad_norm {m.grad_norm:.3f}",
             f"lr {m.lr:.1e}",
             f"tokens/s {m.tokens / m.seconds / self.world_size:,.0f}/rank",
-            f"mfu {mfu:.1%} (causal-halved)" if mfu is not None else "",
+            f"mfu {mfu:.1%}" if mfu is not None else "",
             f"mem {m.memory / GIB:.1f} GiB ({m.memory / m.memory_total:.0%})",
+            f"comm exposed {m.comm_exposed_seconds / m.seconds:.1%}",
             f"data {m.data_seconds / m.seconds:.1%}",
-            f"moe max/mean {max(m.load_max_over_mean):.2f} dropped {m.dropped_tokens}"
-            if m.load_max_over_mean
-            else "",
+            f"moe max/mean {max(m.load_max_over_mean):.2f}" if m.load_max_over_mean else "",
+            f"dropped {m.dropped_tokens}" if m.dropped_tokens else "",
             f"eta {format_seconds(left)}",
         ]
         return "  ".join(part for part in parts if part)

@@ -21,6 +21,7 @@ from cpmoe.model.flops import flops_per_token
 from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
 from cpmoe.parallel.agreement import fail_together
+from cpmoe.parallel.comm_clock import comm_clock
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
@@ -79,6 +80,8 @@ class Trainer:
         """
         config = self.recipe.train
         self.stop_request = StopRequest(speaks=self.rank == 0)
+        if self.writer is not None and self.step < config.steps:
+            self.writer.explain()
         while self.step < config.steps and not self.stopping:
             self._one_step()
             last = self.step == config.steps
@@ -206,6 +209,7 @@ class Trainer:
         return dataclasses.replace(shard, **moved)
 
     def _one_step(self) -> None:
+        comm_clock.take()
         start = time.perf_counter()
         shards = [self._shard(batch) for batch in self.stream.next_step()]
         data_seconds = time.perf_counter() - start
@@ -219,6 +223,7 @@ class Trainer:
         self.step += 1
         self.tokens_seen += scale.num_tokens
         self.stopping = sums["stop"] > 0
+        comm_exposed_seconds = comm_clock.take()
         seconds = time.perf_counter() - start
         if self.writer is None:
             return
@@ -237,6 +242,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             seconds=seconds,
             data_seconds=data_seconds,
+            comm_exposed_seconds=comm_exposed_seconds,
             memory=memory,
             memory_total=memory_total,
             load_max_over_mean=tuple(max_over_mean_load(counts_LE).tolist()),

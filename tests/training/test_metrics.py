@@ -16,7 +16,8 @@ from cpmoe.training.metrics import (
 
 METRICS = StepMetrics(
     step=120, loss=2.41309, aux_loss=1.01, z_loss=3.5, grad_norm=0.8421, lr=3e-4, tokens=39248,
-    tokens_seen=4_709_760, seconds=2.0, data_seconds=0.008, memory=61 * 1024**3, memory_total=142 * 1024**3,
+    tokens_seen=4_709_760, seconds=2.0, data_seconds=0.008, comm_exposed_seconds=0.062,
+    memory=61 * 1024**3, memory_total=142 * 1024**3,
     load_max_over_mean=(1.02, 1.07), first_sparse_layer=1, dropped_tokens=0, flops_per_second=8e14,
 )  # fmt: skip
 
@@ -35,12 +36,13 @@ def test_line_events_and_jsonl(tmp_path, capsys):
     step_line, eval_line = capsys.readouterr().out.splitlines()
     assert step_line == (
         "step 120/5000  loss 2.4131  grad_norm 0.842  lr 3.0e-04  tokens/s 9,812/rank  "
-        "mfu 40.0% (causal-halved)  mem 61.0 GiB (43%)  data 0.4%  moe max/mean 1.07 dropped 0  eta 2h42m"
+        "mfu 40.0%  mem 61.0 GiB (43%)  comm exposed 3.1%  data 0.4%  moe max/mean 1.07  eta 2h42m"
     )
     assert eval_line == "step 120/5000  held-out loss 2.5000"
     values = {name: value for name, value, step in events if step == 120}
     assert values["Train/tokens_per_second"] == 39248 / 2
     assert values["Train/mfu"] == 0.4
+    assert values["Train/comm_exposed_fraction"] == 0.031
     assert values["Train/moe_max_over_mean/layer_2"] == 1.07
     assert values["Eval/loss"] == 2.5 and values["Eval/loss_from_position_512"] == 2.0
     train, evaluation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -48,6 +50,19 @@ def test_line_events_and_jsonl(tmp_path, capsys):
     assert evaluation == {
         "kind": "eval", "step": 120, "loss": 2.5, "loss_by_position": [[0, 3.0], [512, 2.0]],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("peak", [7.21e10, None])
+def test_columns_are_explained(tmp_path, capsys, peak):
+    writer = MetricsWriter(tmp_path, _Events(), 2, 5000, peak)
+    writer.explain()
+    writer.step(METRICS, show=True)
+    writer.close()
+    *legend, line = capsys.readouterr().out.splitlines()
+    assert max(map(len, [*legend, line])) < 180
+    for column in ("comm exposed", "data", "moe max/mean"):
+        assert column in line and column in " ".join(legend)
+    assert ("mfu" in line) == ("mfu of 0.0721 TFLOP/s a rank" in legend[0]) == (peak is not None)
 
 
 def test_hidden_steps_are_recorded_too(tmp_path, capsys):
