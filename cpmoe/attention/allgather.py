@@ -87,7 +87,7 @@ class _AllGatherAttention(torch.autograd.Function):
         state = RunningSoftmax(q_BTHD)
         for hop in plan.hops:
             block = KeyValueBlock.from_packed(gathered[hop.source], plan.all_tokens)
-            blocks.forward(q_BTHD, block, hop.rectangles, state, scale)
+            blocks.forward(q_BTHD, block, hop.reach, state, scale)
         out_BTHD, lse_BTH = state.result()
         out_BTHD = out_BTHD.to(q_BTHD.dtype)
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH)
@@ -106,7 +106,7 @@ class _AllGatherAttention(torch.autograd.Function):
         for hop in plan.hops:
             block = KeyValueBlock.from_packed(gathered[hop.source], plan.all_tokens)
             dkv = KeyValueGradient(plan.all_tokens, plan.batch_size, k_BTGD)
-            ctx.blocks.backward(saved, block, hop.rectangles, dq, dkv)
+            ctx.blocks.backward(saved, block, hop.reach, dq, dkv)
             parts[hop.source] = dkv.packed()
         dk_BTGD, dv_BTGD = _send_home(parts, ctx.ring_grad)
         dtype = q_BTHD.dtype

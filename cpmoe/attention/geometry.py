@@ -2,7 +2,7 @@
 
 Pure arithmetic in numpy, over all documents and ranks at once.
 
-Shape letters: S full sequence, N ranks, G segments of a rank, C documents.
+Shape letters: S full sequence, N ranks, G segments of a rank, K kinds of need, E needs, I indices.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cpmoe.attention.layout import Segments
+from cpmoe.attention.mask import Visible
+from cpmoe.attention.ranges import TokenRanges, joined
+
 PADDING_DOCUMENT = -1
 FAR = np.iinfo(np.int64).max
-
-Range = tuple[int, int]
-Segments = tuple[Range, ...]
 
 
 def document_ranges(ids_S: np.ndarray, row: int) -> np.ndarray:
@@ -39,84 +40,126 @@ def document_ranges(ids_S: np.ndarray, row: int) -> np.ndarray:
 class LocalCounter:
     """Counts a rank's tokens before a global index: how global ranges become local ones."""
 
-    def __init__(self, segments: Sequence[Segments]) -> None:
-        width = max(map(len, segments))
-        padded = [list(s) + [(0, 0)] * (width - len(s)) for s in segments]
-        self._starts_NG = np.array([[start for start, _ in s] for s in padded])
-        self.lengths_NG = np.array([[stop - start for start, stop in s] for s in padded])
+    def __init__(self, segments: Segments) -> None:
+        self._starts_G = np.array([s.start for s in segments])
+        self._counts_G = np.array([s.length for s in segments])
+        self._steps_G = np.array([s.step for s in segments])
+        self._before_G = self._counts_G.cumsum() - self._counts_G
 
-    def all_ranks(self, index_C: np.ndarray) -> np.ndarray:
-        """[N, C] tokens of each rank before each global index."""
-        return np.clip(index_C - self._starts_NG[..., None], 0, self.lengths_NG[..., None]).sum(axis=1)
-
-    def one_rank(self, rank: int, index_C: np.ndarray) -> np.ndarray:
-        """[C] tokens of `rank` before each global index."""
-        return np.clip(index_C - self._starts_NG[rank, :, None], 0, self.lengths_NG[rank, :, None]).sum(
-            axis=0
-        )
-
-
-def crossing(documents_C2: np.ndarray, segments: Sequence[Segments]) -> np.ndarray:
-    """The documents that are not inside one segment: only these can need another rank's KV."""
-    stops = np.sort(np.array([stop for rank in segments for _, stop in rank]))
-    start_C, stop_C = documents_C2.T
-    first_C = np.searchsorted(stops, start_C, side="right")
-    last_C = np.searchsorted(stops, stop_C, side="left")
-    return documents_C2[first_C != last_C]
+    def __call__(self, index_I: np.ndarray) -> np.ndarray:
+        """[I] tokens of the rank before each global index."""
+        place_I = np.searchsorted(self._starts_G, index_I, side="right") - 1
+        inside_I = -(-(index_I - self._starts_G[place_I]) // self._steps_G[place_I])
+        count_I = self._before_G[place_I] + np.minimum(inside_I, self._counts_G[place_I])
+        return np.where(place_I < 0, 0, count_I)
 
 
 class Needs:
     """need(source, rank): the source's local tokens that `rank` attends to, over the batch.
 
-    Kept as one hull for each of the source's G segments, so that a buffer has few ranges.
+    One range for each kind of need and each of the source's segments, so that a buffer has few ranges. The
+    kinds are the keys before a chunk of queries, those after it, and sinks that a window left behind.
     """
+
+    KINDS = 3
 
     def __init__(self, segments: Sequence[Segments]) -> None:
         size, width = len(segments), max(map(len, segments))
         self._segments = segments
-        self._counter = LocalCounter(segments)
-        # Local bounds of segment g of each source: [N, G], empty where it has fewer.
-        lengths_NG = self._counter.lengths_NG
-        self._last_NG = lengths_NG.cumsum(axis=1)
-        self._first_NG = self._last_NG - lengths_NG
-        self._start_NNG = np.full((size, size, width), FAR)
-        self._stop_NNG = np.zeros((size, size, width), dtype=np.int64)
+        self._start_KNNG = np.full((self.KINDS, size, size, width), FAR)
+        self._stop_KNNG = np.zeros((self.KINDS, size, size, width), dtype=np.int64)
 
-    def add(self, documents_C2: np.ndarray) -> None:
-        """Adds what these documents need, causal and inside each."""
-        if len(documents_C2) == 0:
+    def add(self, visible: Visible) -> None:
+        """Adds what the queries of one sequence need."""
+        if len(self._segments) == 1:
             return
-        start_C, stop_C = documents_C2.T
-        k_start_NGC = np.maximum(self._counter.all_ranks(start_C)[:, None], self._first_NG[..., None])
-        for rank, own_segments in enumerate(self._segments):
-            for segment_start, segment_stop in own_segments:
-                q_start_C = np.maximum(start_C, segment_start)
-                has_queries_C = q_start_C < np.minimum(stop_C, segment_stop)
-                k_stop_NC = self._counter.all_ranks(q_start_C)
-                k_stop_NGC = np.minimum(k_stop_NC[:, None], self._last_NG[..., None])
-                seen_NGC = has_queries_C & (k_stop_NGC > k_start_NGC)
-                seen_NGC[rank] = False
-                start_NG = np.where(seen_NGC, k_start_NGC, FAR).min(axis=2)
-                stop_NG = np.where(seen_NGC, k_stop_NGC, 0).max(axis=2)
-                self._start_NNG[:, rank] = np.minimum(self._start_NNG[:, rank], start_NG)
-                self._stop_NNG[:, rank] = np.maximum(self._stop_NNG[:, rank], stop_NG)
+        if self._segments[0][0].step > 1:
+            self._add_striped(visible)
+        else:
+            self._add_chunks(visible)
+
+    def _add_chunks(self, visible: Visible) -> None:
+        """start and stop never fall, so a chunk's first query reaches furthest back, its last furthest on."""
+        ranks_E = np.array([rank for rank, own in enumerate(self._segments) for _ in own])
+        first_E = np.array([s.start for own in self._segments for s in own])
+        last_E = np.array([s.stop - 1 for own in self._segments for s in own])
+        start_KE = np.stack((visible.start[first_E], last_E + 1, visible.sink_start[first_E]))
+        stop_KE = np.stack((first_E, visible.stop[last_E], visible.sink_stop[first_E]))
+        kind_KE, rank_KE = np.broadcast_arrays(np.arange(self.KINDS)[:, None], ranks_E)
+        for source, own in enumerate(self._segments):
+            held = 0
+            for place, segment in enumerate(own):
+                k_start_KE = np.maximum(start_KE - segment.start, 0) + held
+                k_stop_KE = np.minimum(stop_KE - segment.start, segment.length) + held
+                seen_KE = (k_stop_KE > k_start_KE) & (ranks_E != source)
+                at = kind_KE[seen_KE], source, rank_KE[seen_KE], place
+                np.minimum.at(self._start_KNNG, at, k_start_KE[seen_KE])
+                np.maximum.at(self._stop_KNNG, at, k_stop_KE[seen_KE])
+                held += segment.length
+
+    def _add_striped(self, visible: Visible) -> None:
+        """By key: if queries up to d tokens on see it, so do the d ranks after its own; likewise before."""
+        size, seq_len = len(self._segments), len(visible.start)
+        index_S = np.arange(seq_len)
+        on_S = np.searchsorted(visible.start, index_S, side="right") - 1 - index_S
+        back_S = index_S - np.searchsorted(visible.stop, index_S, side="right")
+        distance_D = np.arange(1, size)
+        for kind, on, back in ((0, on_S, back_S), (2, _sink_reach(visible), np.zeros_like(index_S))):
+            for source in range(size):
+                on_T, back_T = on[source::size], back[source::size]
+                first_D = np.minimum(
+                    _first_reaching(on_T, distance_D), _first_reaching(back_T, size - distance_D)
+                )
+                last_D = np.maximum(
+                    _last_reaching(on_T, distance_D), _last_reaching(back_T, size - distance_D)
+                )
+                seen_D = last_D >= first_D
+                at = kind, source, (source + distance_D[seen_D]) % size, 0
+                self._start_KNNG[at] = np.minimum(self._start_KNNG[at], first_D[seen_D])
+                self._stop_KNNG[at] = np.maximum(self._stop_KNNG[at], last_D[seen_D] + 1)
 
     def distances(self) -> list[int]:
         """Ring distances > 0 at which any rank needs anything, ascending."""
-        source, rank, _ = np.nonzero(self._stop_NNG)
+        _, source, rank, _ = np.nonzero(self._stop_KNNG)
         return np.unique((rank - source) % len(self._segments)).tolist()
 
-    def union(self, source: int, distances: Sequence[int]) -> tuple[Range, ...]:
-        """What the ranks at `distances` from `source` need together: ascending ranges that do not touch."""
+    def union(self, source: int, distances: Sequence[int]) -> TokenRanges:
+        """What the ranks at `distances` from `source` need together."""
         ranks = [(source + distance) % len(self._segments) for distance in distances]
-        starts = self._start_NNG[source, ranks].min(axis=0).tolist()
-        stops = self._stop_NNG[source, ranks].max(axis=0).tolist()
-        ranges: list[Range] = []
-        for start, stop in zip(starts, stops, strict=True):
-            if start >= stop:
-                continue
-            if ranges and ranges[-1][1] == start:
-                ranges[-1] = (ranges[-1][0], stop)
-            else:
-                ranges.append((start, stop))
-        return tuple(ranges)
+        starts = self._start_KNNG[:, source, ranks].min(axis=1).ravel().tolist()
+        stops = self._stop_KNNG[:, source, ranks].max(axis=1).ravel().tolist()
+        return TokenRanges(
+            joined((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+        )
+
+    def relay_excess(self) -> float:
+        """Tokens that cross the ring where each rank passes on what later ones need, per token needed."""
+        size = len(self._segments)
+        source_N1 = np.arange(size)[:, None]
+        rank_ND = (source_N1 + np.arange(1, size)) % size
+        start, stop = (x[:, source_N1, rank_ND] for x in (self._start_KNNG, self._stop_KNNG))
+        needed = np.maximum(stop - start, 0).sum()
+        for bounds, widen in ((start, np.minimum), (stop, np.maximum)):
+            bounds[:, :, ::-1] = widen.accumulate(bounds[:, :, ::-1], axis=2)
+        is_hop_D = np.isin(np.arange(1, size), self.distances())
+        relayed = np.maximum(stop - start, 0)[:, :, is_hop_D].sum()
+        return relayed / max(needed, 1)
+
+
+def _sink_reach(visible: Visible) -> np.ndarray:
+    """[S] how many tokens after it the last query stands that sees a token as a sink; 0 for others."""
+    last_C = np.append(np.flatnonzero(np.diff(visible.document_start)), len(visible.start) - 1)
+    length_C = np.diff(last_C, prepend=-1)
+    index_S = np.arange(len(visible.start))
+    is_sink_S = index_S < np.repeat(visible.sink_stop[last_C], length_C)
+    return np.where(is_sink_S, np.repeat(last_C, length_C) - index_S, 0)
+
+
+def _first_reaching(reach_T: np.ndarray, distance_D: np.ndarray) -> np.ndarray:
+    """[D] place of the first token whose reach is at least each distance; T where there is none."""
+    return np.searchsorted(np.maximum.accumulate(reach_T), distance_D)
+
+
+def _last_reaching(reach_T: np.ndarray, distance_D: np.ndarray) -> np.ndarray:
+    """[D] place of the last token whose reach is at least each distance; -1 where there is none."""
+    return len(reach_T) - 1 - _first_reaching(reach_T[::-1], distance_D)

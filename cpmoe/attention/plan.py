@@ -1,81 +1,39 @@
-"""What each rank of a ring computes and sends: rectangles of the attention matrix, hop by hop.
+"""What each rank of a ring computes and sends, hop by hop.
 
 Pure arithmetic on the documents of the whole sequence, which every rank of the ring has, so all ranks
-agree without talking. Causality, documents and layout become, once per batch and for all layers:
+agree without talking. Mask, documents and layout become, once per batch and for all layers with that mask:
 
 - hops: at a hop of distance d, rank r attends to the KV of rank r − d. Distance 0 is its own KV. A distance
   that no rank needs is left out: it is neither computed nor sent, and transfers jump over it.
-- rectangles: ranges of local query and key tokens. Local tokens are in global order, so a document is one
-  range on every rank. On the rank's own KV a document is one causal rectangle; two different ranks hold
-  disjoint chunks, so there it is a few full ones.
+- reach: the keys of the source that each local query sees, and the rectangles they make up.
 - transfers: KV moves from hop to hop and carries the tokens that the receiver or a later rank needs; dKV
-  follows the same way, carries the tokens that can be non-zero, and goes home from the last hop.
+  follows the same way, carries the tokens that can be non-zero, and goes home from the last hop. Where most
+  ranks would only pass on what they do not need, as with a window, each hop fetches from the source itself.
 
-Shape letters: B batch, S full sequence, T local tokens, N ranks, G segments of a rank, C documents.
+Shape letters: B batch, S full sequence, T local tokens, N ranks, C distinct rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from cpmoe.attention.geometry import LocalCounter, Needs, Range, Segments, crossing, document_ranges
-from cpmoe.attention.layout import rank_segments
+from cpmoe.attention.geometry import LocalCounter, Needs, document_ranges
+from cpmoe.attention.layout import Segments, deal, token_indices
+from cpmoe.attention.mask import CAUSAL, Mask, Visible, visible_keys
+from cpmoe.attention.ranges import TokenRanges
+from cpmoe.attention.reach import Reach, RowReach
+from cpmoe.attention.rectangles import Rectangle
 
+# Relaying is worth its tokens while at most so many cross the ring per token needed: a causal zigzag ring of
+# any size stays below, a window of neighbours does not.
+MAX_RELAY_EXCESS = 4 / 3
 
-class Rectangle(NamedTuple):
-    """Queries [q_start, q_stop) of batch rows [batch_start, batch_stop) attend to keys [k_start, k_stop).
-
-    Local token ranges: queries of this rank, keys of the hop's source rank. `causal`: the ranges are
-    equal and query i sees keys ≤ i; else every query sees every key. `opens`: no earlier rectangle in
-    the plan's order touches any of these query rows.
-    """
-
-    batch_start: int
-    batch_stop: int
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    causal: bool
-    opens: bool = False
-
-    @property
-    def num_pairs(self) -> int:
-        """(query, key) pairs inside, over the batch."""
-        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        pairs = queries * (queries + 1) // 2 if self.causal else queries * keys
-        return (self.batch_stop - self.batch_start) * pairs
-
-
-@dataclass(frozen=True)
-class TokenRanges:
-    """Which local tokens of a rank stand in a packed buffer: ascending ranges that do not touch."""
-
-    ranges: tuple[Range, ...]
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
-
-    @property
-    def wire_tokens(self) -> int:
-        """Tokens of a transfer: at least one, since NCCL wants a send and a receive on every rank."""
-        return max(self.num_tokens, 1)
-
-    def place(self, start: int, stop: int) -> int:
-        """Where local tokens [start, stop), all inside one range, begin in the buffer."""
-        offset = 0
-        for range_start, range_stop in self.ranges:
-            if range_start <= start and stop <= range_stop:
-                return offset + start - range_start
-            offset += range_stop - range_start
-        raise AssertionError(f"tokens [{start}, {stop}) are not in {self.ranges}")
+__all__ = ["AttentionPlan", "Hop", "Rectangle", "RemoteHop", "TokenRanges", "Transfer", "build_plan"]
 
 
 class Transfer(NamedTuple):
@@ -91,22 +49,28 @@ class Transfer(NamedTuple):
 class Hop:
     """What a rank does while it holds the KV of rank `source`.
 
-    distance    (rank − source) mod N
-    rectangles  to compute, in this order; keys counted in the source's local tokens
+    distance  (rank − source) mod N
+    reach     the keys of the source that this rank's queries see
     """
 
     distance: int
     source: int
-    rectangles: tuple[Rectangle, ...]
+    reach: Reach
+
+    @property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """To compute, in this order; keys counted in the source's local tokens."""
+        return self.reach.rectangles
 
 
 @dataclass(frozen=True)
 class RemoteHop(Hop):
     """A hop with the KV of another rank.
 
-    fetch    KV transfer that brings the source's tokens `fetch.receive`
+    fetch    KV transfer that brings the source's tokens `fetch.receive`; it sends from the block of the hop
+             before, or where nothing is relayed from the own one
     deliver  dKV transfer after this hop: sends the sum over the hops so far for `source` and receives what
-             the next hop adds to, or at the last hop the finished sum for this rank's own KV
+             the next hop adds to, or at the last hop, and where nothing is relayed, a sum for the own KV
     """
 
     fetch: Transfer
@@ -115,10 +79,12 @@ class RemoteHop(Hop):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The attention of rank `cp_rank` for one batch, the same for all layers.
+    """The attention of rank `cp_rank` for one batch, the same for all layers of one mask.
 
-    own     the hop of distance 0, which needs no transfer
-    remote  the others, by ascending distance
+    own         the hop of distance 0, which needs no transfer
+    remote      the others, by ascending distance
+    is_relayed  KV and dKV move from hop to hop; else each hop's go straight between their two ranks
+    pairs_N     (query, key) pairs that each rank of the ring computes; 4·H·D FLOPs each in forward
     """
 
     cp_size: int
@@ -127,6 +93,8 @@ class AttentionPlan:
     num_tokens: int
     own: Hop
     remote: tuple[RemoteHop, ...]
+    is_relayed: bool
+    pairs_N: tuple[int, ...]
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -139,125 +107,120 @@ class AttentionPlan:
 
     @property
     def num_pairs(self) -> int:
-        """(query, key) pairs that this rank computes; 4·H·D FLOPs each in forward."""
-        return sum(r.num_pairs for hop in self.hops for r in hop.rectangles)
+        """(query, key) pairs that this rank computes."""
+        return self.pairs_N[self.cp_rank]
+
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the rank that has most, over their mean; 1.0 where there are none."""
+        total = sum(self.pairs_N)
+        return max(self.pairs_N) * self.cp_size / total if total else 1.0
+
+
+def visible_rows(documents_BS: Tensor, mask: Mask) -> tuple[list[Visible], np.ndarray]:
+    """What the tokens of each distinct row see, and which of them each batch row is, int64 [B].
+
+    Rows of equal structure are planned once. Raises ValueError for ill-formed documents.
+    """
+    places: dict[bytes, int] = {}
+    rows_C: list[Visible] = []
+    place_B = np.empty(len(documents_BS), dtype=np.int64)
+    for row, ids_S in enumerate(documents_BS.numpy()):
+        documents_C2 = document_ranges(ids_S, row)
+        key = documents_C2.tobytes()
+        if key not in places:
+            places[key] = len(rows_C)
+            rows_C.append(visible_keys(documents_C2, len(ids_S), mask))
+        place_B[row] = places[key]
+    return rows_C, place_B
+
+
+def deal_batch(
+    documents_BS: Tensor, cp_size: int, layout: str, num_slices: int, masks: Sequence[Mask]
+) -> list[Segments]:
+    """Every rank's tokens of a batch, for layers with any of `masks`; see `build_plan` for the documents."""
+    work_S = None
+    if layout == "balanced":
+        work_S = np.sum([_token_work(*visible_rows(documents_BS, mask)) for mask in masks], axis=0)
+    return deal(documents_BS.shape[1], cp_size, layout, num_slices, work_S)
 
 
 def build_plan(
-    documents_BS: Tensor, cp_size: int, cp_rank: int, layout: str = "zigzag", num_slices: int = 1
+    documents_BS: Tensor,
+    cp_size: int,
+    cp_rank: int,
+    layout: str = "zigzag",
+    num_slices: int = 1,
+    mask: Mask = CAUSAL,
+    segments: Sequence[Segments] | None = None,
 ) -> AttentionPlan:
-    """The plan of rank `cp_rank` for causal attention inside documents.
+    """The plan of rank `cp_rank` for attention under `mask` inside documents.
 
     `documents_BS` int64 [B, S] on CPU, S padded to the layout (`padded_length`), equal on all ranks of the
     ring: document ids ≥ 0, each on one contiguous run of tokens, -1 on padding, which nobody sees and
-    which sees nothing. Raises ValueError otherwise.
+    which sees nothing. `segments` are the tokens of each rank where they are not simply those of the layout
+    for this mask, as with layers of different masks in layout balanced. Raises ValueError otherwise.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank = {cp_rank}: must be in [0, {cp_size})")
     batch_size, padded_len = documents_BS.shape
-    segments = [rank_segments(padded_len, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
-    counter, needs = LocalCounter(segments), Needs(segments)
-    # Rows of equal structure are planned once.
-    structures: dict[bytes, tuple[np.ndarray, list[int]]] = {}
-    for row, ids_S in enumerate(documents_BS.numpy()):
-        documents_C2 = document_ranges(ids_S, row)
-        structures.setdefault(documents_C2.tobytes(), (documents_C2, []))[1].append(row)
-    rectangles: list[dict[Rectangle, list[int]]] = [{} for _ in range(cp_size)]
-    for documents_C2, rows in structures.values():
-        crossing_C2 = crossing(documents_C2, segments)
-        needs.add(crossing_C2)
-        for source in range(cp_size):
-            found = (
-                _own_rectangles(documents_C2, counter, cp_rank)
-                if source == cp_rank
-                else _remote_rectangles(crossing_C2, segments[cp_rank], counter, cp_rank, source)
-            )
-            for rectangle in found:
-                rectangles[source].setdefault(rectangle, []).extend(rows)
-    merged = [_merge_rows(found) for found in rectangles]
+    rows_C, place_B = visible_rows(documents_BS, mask)
+    if segments is None:
+        segments = deal_batch(documents_BS, cp_size, layout, num_slices, (mask,))
+    needs = Needs(segments)
+    for visible in rows_C:
+        needs.add(visible)
+    is_relayed = needs.relay_excess() <= MAX_RELAY_EXCESS
+    index_T = token_indices(segments[cp_rank])
+
+    def reach(source: int) -> Reach:
+        counter = LocalCounter(segments[source])
+        rows = [RowReach.of(visible, index_T, counter) for visible in rows_C]
+        return Reach(rows, place_B, is_own=source == cp_rank)
+
+    work_S = _token_work(rows_C, place_B)
     return AttentionPlan(
         cp_size=cp_size,
         cp_rank=cp_rank,
         batch_size=batch_size,
         num_tokens=padded_len // cp_size,
-        own=Hop(0, cp_rank, merged[cp_rank]),
-        remote=_remote_hops(cp_size, cp_rank, merged, needs),
+        own=Hop(0, cp_rank, reach(cp_rank)),
+        remote=_remote_hops(cp_size, cp_rank, reach, needs, is_relayed),
+        is_relayed=is_relayed,
+        pairs_N=tuple(int(sum(work_S[s.start : s.stop : s.step].sum() for s in own)) for own in segments),
     )
 
 
-def _own_rectangles(documents_C2: np.ndarray, counter: LocalCounter, rank: int) -> list[Rectangle]:
-    """Per document one causal rectangle: the first, and on this hop the only one, of its queries."""
-    starts, stops = (counter.one_rank(rank, edges_C).tolist() for edges_C in documents_C2.T)
-    return [
-        Rectangle(0, 1, start, stop, start, stop, causal=True, opens=True)
-        for start, stop in zip(starts, stops, strict=True)
-        if start < stop
-    ]
-
-
-def _remote_rectangles(
-    documents_C2: np.ndarray, own_segments: Segments, counter: LocalCounter, rank: int, source: int
-) -> list[Rectangle]:
-    """Per document: queries of a segment see the source's tokens before that segment.
-
-    Segments that see the same keys are neighbours in the local order and become one rectangle.
-    """
-    if len(documents_C2) == 0:
-        return []
-    start_C, stop_C = documents_C2.T
-    k_start_C = counter.one_rank(source, start_C)
-    merged: dict[tuple[int, int], Rectangle] = {}
-    for segment_start, segment_stop in own_segments:
-        q_start_C = np.maximum(start_C, segment_start)
-        q_stop_C = np.minimum(stop_C, segment_stop)
-        k_stop_C = counter.one_rank(source, q_start_C)
-        local_start_C = counter.one_rank(rank, q_start_C)
-        for c in np.flatnonzero((q_start_C < q_stop_C) & (k_stop_C > k_start_C)).tolist():
-            q_start, k_stop = int(local_start_C[c]), int(k_stop_C[c])
-            q_stop = q_start + int(q_stop_C[c] - q_start_C[c])
-            if (c, k_stop) in merged:
-                merged[c, k_stop] = merged[c, k_stop]._replace(q_stop=q_stop)
-            else:
-                merged[c, k_stop] = Rectangle(0, 1, q_start, q_stop, int(k_start_C[c]), k_stop, causal=False)
-    return list(merged.values())
-
-
-def _merge_rows(found: dict[Rectangle, list[int]]) -> tuple[Rectangle, ...]:
-    """Rectangles that stand in consecutive batch rows become one."""
-    merged = []
-    for rectangle, rows in found.items():
-        row_array = np.sort(np.array(rows))
-        for run in np.split(row_array, np.flatnonzero(np.diff(row_array) > 1) + 1):
-            first, last = int(run[0]), int(run[-1])
-            merged.append(rectangle._replace(batch_start=first, batch_stop=last + 1))
-    return tuple(sorted(merged))
+def _token_work(rows_C: Sequence[Visible], place_B: np.ndarray) -> np.ndarray:
+    """[S] keys that the token at each place sees, over the batch."""
+    counts = np.bincount(place_B)
+    return np.sum([n * visible.num_keys for n, visible in zip(counts, rows_C, strict=True)], axis=0)
 
 
 def _remote_hops(
-    cp_size: int, cp_rank: int, rectangles: Sequence[tuple[Rectangle, ...]], needs: Needs
+    cp_size: int, cp_rank: int, reach: Callable[[int], Reach], needs: Needs, is_relayed: bool
 ) -> tuple[RemoteHop, ...]:
-    def needed(of_rank: int, at: Sequence[int]) -> TokenRanges:
-        return TokenRanges(needs.union(of_rank % cp_size, at))
-
     distances = needs.distances()
     hops = []
     for index, distance in enumerate(distances):
+        # Distances whose tokens travel together, and where on the ring this hop's KV was and its dKV will be.
+        remaining, done, previous, following = [distance], [distance], 0, cp_size
+        if is_relayed:
+            remaining, done = distances[index:], distances[: index + 1]
+            previous = distances[index - 1] if index else 0
+            following = distances[index + 1] if index + 1 < len(distances) else cp_size
         source = (cp_rank - distance) % cp_size
-        previous = distances[index - 1] if index else 0
-        following = distances[index + 1] if index + 1 < len(distances) else cp_size
-        remaining, done = distances[index:], distances[: index + 1]
-        step_in, step_out = distance - previous, following - distance
         fetch = Transfer(
-            to_rank=(cp_rank + step_in) % cp_size,
-            from_rank=(cp_rank - step_in) % cp_size,
-            send=needed(cp_rank - previous, remaining),
-            receive=needed(source, remaining),
+            to_rank=(cp_rank + distance - previous) % cp_size,
+            from_rank=(cp_rank - distance + previous) % cp_size,
+            send=needs.union((cp_rank - previous) % cp_size, remaining),
+            receive=needs.union(source, remaining),
         )
         deliver = Transfer(
-            to_rank=(cp_rank + step_out) % cp_size,
-            from_rank=(cp_rank - step_out) % cp_size,
-            send=needed(source, done),
-            receive=needed(cp_rank - following, done),
+            to_rank=(cp_rank + following - distance) % cp_size,
+            from_rank=(cp_rank - following + distance) % cp_size,
+            send=needs.union(source, done),
+            receive=needs.union((cp_rank - following) % cp_size, done),
         )
-        hops.append(RemoteHop(distance, source, rectangles[source], fetch, deliver))
+        hops.append(RemoteHop(distance, source, reach(source), fetch, deliver))
     return tuple(hops)

@@ -1,7 +1,7 @@
 """Ring attention: KV blocks travel the ring while each rank attends to the block it holds.
 
-Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889, with the zigzag layout and
-rectangles of plan.py.
+Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889, over the hops and transfers of
+plan.py.
 
 Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim.
 """
@@ -95,15 +95,16 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         state = RunningSoftmax(q_BTHD)
-        block = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
-        rectangles, first_received = plan.own.rectangles, None
+        own = block = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
+        reach, first_received = plan.own.reach, None
         for hop in plan.remote:
-            fetching = _Exchange(hop.fetch, block.pack(hop.fetch.send), ring)
-            blocks.forward(q_BTHD, block, rectangles, state, scale)
+            sent = (block if plan.is_relayed else own).pack(hop.fetch.send)
+            fetching = _Exchange(hop.fetch, sent, ring)
+            blocks.forward(q_BTHD, block, reach, state, scale)
             packed = fetching.wait()
             first_received = packed if first_received is None else first_received
-            block, rectangles = KeyValueBlock.from_packed(packed, hop.fetch.receive), hop.rectangles
-        blocks.forward(q_BTHD, block, rectangles, state, scale)
+            block, reach = KeyValueBlock.from_packed(packed, hop.fetch.receive), hop.reach
+        blocks.forward(q_BTHD, block, reach, state, scale)
         out_BTHD, lse_BTH = state.result()
         out_BTHD = out_BTHD.to(q_BTHD.dtype)
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH, first_received)
@@ -118,22 +119,23 @@ class _RingAttention(torch.autograd.Function):
         plan, blocks = ctx.plan, ctx.blocks
         saved = SavedForward(q_BTHD, grad_out_BTHD, out_BTHD, lse_BTH, ctx.scale)
         dq = QueryGradient(q_BTHD)
+        own = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
+        own_dkv = KeyValueGradient(plan.all_tokens, q_BTHD.shape[0], k_BTGD)
         fetching, delivering = None, None
         for hop, following in zip_longest(plan.remote, plan.remote[1:]):
             packed = packed if fetching is None else fetching.wait()
             block = KeyValueBlock.from_packed(packed, hop.fetch.receive)
             if following is not None:
-                fetching = _Exchange(following.fetch, block.pack(following.fetch.send), ctx.ring)
+                sent = (block if plan.is_relayed else own).pack(following.fetch.send)
+                fetching = _Exchange(following.fetch, sent, ctx.ring)
             dkv = KeyValueGradient(hop.deliver.send, q_BTHD.shape[0], k_BTGD)
-            blocks.backward(saved, block, hop.rectangles, dq, dkv)
+            blocks.backward(saved, block, hop.reach, dq, dkv)
             if delivering is not None:
-                dkv.add_packed(delivering.tokens, delivering.wait())
+                (dkv if plan.is_relayed else own_dkv).add_packed(delivering.tokens, delivering.wait())
             delivering = _Exchange(hop.deliver, dkv.packed(), ctx.ring_grad)
-        own = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
-        dkv = KeyValueGradient(plan.all_tokens, q_BTHD.shape[0], k_BTGD)
-        blocks.backward(saved, own, plan.own.rectangles, dq, dkv)
+        blocks.backward(saved, own, plan.own.reach, dq, own_dkv)
         if delivering is not None:
-            dkv.add_packed(delivering.tokens, delivering.wait())
-        dk_BTGD, dv_BTGD = dkv.result()
+            own_dkv.add_packed(delivering.tokens, delivering.wait())
+        dk_BTGD, dv_BTGD = own_dkv.result()
         dtype = q_BTHD.dtype
         return dq.result().to(dtype), dk_BTGD.to(dtype), dv_BTGD.to(dtype), None, None, None, None, None

@@ -5,18 +5,22 @@ Shape letters: B batch, S full sequence, T local tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cpmoe.attention.geometry import PADDING_DOCUMENT
-from cpmoe.attention.layout import LAYOUTS, padded_length, shard_indices
-from cpmoe.attention.plan import AttentionPlan, build_plan
+from cpmoe.attention.layout import LAYOUTS, padded_length, shard_indices, token_indices
+from cpmoe.attention.mask import CAUSAL, Mask
+from cpmoe.attention.plan import AttentionPlan, build_plan, deal_batch
 
 __all__ = ["IGNORED_LABEL", "LAYOUTS", "SequenceShard", "padded_length", "shard_batch", "shard_indices"]
 
 IGNORED_LABEL = -100
+FULL_ATTENTION = {"full_attention": CAUSAL}
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,22 @@ class SequenceShard:
     labels_BT     next token in the whole sequence, -100 where there is none
     positions_BT  RoPE position: the token's place in its document
     documents_BT  document ids; -1 on padding
-    plan          what this rank's attention computes and sends
+    index_T       place of each local token in the padded sequence, int64 [T]
+    plans         what this rank's attention computes and sends, for each kind of layer
     """
 
     tokens_BT: Tensor
     labels_BT: Tensor
     positions_BT: Tensor
     documents_BT: Tensor
-    plan: AttentionPlan
+    index_T: Tensor
+    plans: Mapping[str, AttentionPlan]
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan of a model whose layers are all of one kind."""
+        (plan,) = self.plans.values()
+        return plan
 
 
 def shard_batch(
@@ -46,29 +58,36 @@ def shard_batch(
     cp_rank: int,
     layout: str = "zigzag",
     num_slices: int = 1,
+    masks: Mapping[str, Mask] = FULL_ATTENTION,
 ) -> SequenceShard:
     """Pads whole sequences to the layout's grid and takes the tokens of rank `cp_rank`.
 
     All inputs int64 [B, S], equal on every rank of the ring; labels are already shifted and positions
     already restart in each document, since neither can be computed from a shard. `documents_BS` are ids
-    ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. Raises ValueError for unequal
-    shapes, an unknown layout or ill-formed documents.
+    ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. `masks` names the kinds of layers and
+    what each sees. Raises ValueError for unequal shapes, an unknown layout or ill-formed documents.
     """
     shapes = {tuple(x.shape) for x in (tokens_BS, labels_BS, positions_BS, documents_BS)}
     if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(f"tokens, labels, positions and documents must all be one [B, S] > 0; got {shapes}")
     seq_len = tokens_BS.shape[1]
     padded_len = padded_length(seq_len, cp_size, num_slices, layout)
-    index_T = shard_indices(padded_len, cp_size, cp_rank, layout, num_slices).to(tokens_BS.device)
 
     def padded(x_BS: Tensor, value: int) -> Tensor:
         return F.pad(x_BS, (0, padded_len - seq_len), value=value)
 
     documents_BS = padded(documents_BS, PADDING_DOCUMENT)
+    segments = deal_batch(documents_BS, cp_size, layout, num_slices, tuple(masks.values()))
+    plans = {
+        kind: build_plan(documents_BS, cp_size, cp_rank, layout, num_slices, mask, segments)
+        for kind, mask in masks.items()
+    }
+    index_T = torch.from_numpy(token_indices(segments[cp_rank])).to(tokens_BS.device)
     return SequenceShard(
         tokens_BT=padded(tokens_BS, 0)[:, index_T],
         labels_BT=padded(labels_BS, IGNORED_LABEL)[:, index_T],
         positions_BT=padded(positions_BS, 0)[:, index_T],
         documents_BT=documents_BS[:, index_T],
-        plan=build_plan(documents_BS, cp_size, cp_rank, layout, num_slices),
+        index_T=index_T,
+        plans=plans,
     )

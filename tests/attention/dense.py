@@ -1,4 +1,4 @@
-"""Attention by its definition: one process, whole sequences, one dense mask. Shares no code with cpmoe.
+"""Attention by its definition: one process, whole sequences, one dense mask. Of cpmoe it knows `Mask` only.
 
 Shape letters: B batch, S full sequence, H query heads, G KV heads, D head dim.
 """
@@ -8,20 +8,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpmoe.attention.mask import CAUSAL, Mask
 
-def dense_mask(documents_BS: Tensor) -> Tensor:
+
+def dense_mask(documents_BS: Tensor, mask: Mask = CAUSAL) -> Tensor:
     """visible[b, i, j]: query i sees key j."""
     same = documents_BS[:, :, None] == documents_BS[:, None, :]
-    causal = torch.ones(documents_BS.shape[1], documents_BS.shape[1], dtype=torch.bool).tril()
-    return same & causal & (documents_BS >= 0)[:, :, None]
+    seen = same & (documents_BS >= 0)[:, :, None]
+    place = torch.arange(documents_BS.shape[1])
+    before = place[:, None] - place[None]
+    left, right = mask.window
+    near = torch.ones_like(seen)
+    if left is not None:
+        near &= before <= left
+    if right is not None:
+        near &= -before <= right
+    # How many tokens of its document stand before each key.
+    rank_BS = torch.stack([(row == row.T).tril(-1).sum(1) for row in documents_BS[:, None].mT])
+    seen &= near | (rank_BS < mask.num_sinks)[:, None]
+    return seen & (before >= 0) if mask.causal else seen
 
 
-def dense_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents_BS: Tensor) -> Tensor:
+def dense_attention(
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents_BS: Tensor, mask: Mask = CAUSAL
+) -> Tensor:
     """Softmax over the visible keys; 0 for queries that see none. Computes in the dtype it is given."""
     group = q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (x.repeat_interleave(group, dim=2) for x in (k_BSGD, v_BSGD))
     scores = torch.einsum("bihd,bjhd->bhij", q_BSHD, k_BSHD) / q_BSHD.shape[-1] ** 0.5
-    visible = dense_mask(documents_BS)[:, None]
+    visible = dense_mask(documents_BS, mask)[:, None]
     # Softmax over a fully hidden row is NaN: such rows attend to themselves and are zeroed afterwards.
     padding = (documents_BS < 0)[:, None]
     safe = visible | (torch.eye(documents_BS.shape[1], dtype=torch.bool) & padding[..., None])
@@ -29,8 +44,10 @@ def dense_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents_BS
     return torch.einsum("bhij,bjhd->bihd", probs, v_BSHD)
 
 
-def dense_gradients(inputs: tuple[Tensor, Tensor, Tensor], grad_out_BSHD: Tensor, documents_BS: Tensor):
+def dense_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor], grad_out_BSHD: Tensor, documents_BS: Tensor, mask: Mask = CAUSAL
+):
     """(out, dq, dk, dv) in the inputs' dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = dense_attention(*leaves, documents_BS)
+    out = dense_attention(*leaves, documents_BS, mask)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out_BSHD)

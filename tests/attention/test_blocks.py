@@ -3,6 +3,9 @@
 Shape letters: B batch, T queries, U keys, H query heads, G KV heads, D head dim.
 """
 
+from typing import get_args
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +24,10 @@ from cpmoe.attention.blocks import (
 )
 from cpmoe.attention.blocks.kernels_cpu import even_pieces
 from cpmoe.attention.blocks.sdpa import CUDA_EFFICIENT, CUDA_FLASH, Kernel
-from cpmoe.attention.plan import Rectangle, TokenRanges, build_plan
+from cpmoe.attention.plan import build_plan
+from cpmoe.attention.ranges import TokenRanges
+from cpmoe.attention.reach import Reach, RowReach
+from cpmoe.attention.rectangles import Kind, Rectangle
 from cpmoe.attention.ring import ring_attention
 from tests.attention.cases import relative_error
 from tests.attention.dense import dense_gradients
@@ -35,8 +41,17 @@ def _tensors(num_queries: int, num_keys: int, dtype=torch.float64, seed: int = 0
     return [torch.randn(batch_size, t, h, 16, generator=generator, dtype=dtype) for t, h in shapes]
 
 
-def _full(q: Tensor, num_keys: int) -> Rectangle:
-    return Rectangle(0, q.shape[0], 0, q.shape[1], 0, num_keys, causal=False)
+def _reach(batch_size: int, *bounds: tuple[list[int], list[int]]) -> Reach:
+    """Per query the keys [start, stop), and as second bounds the sinks before them."""
+    rows = [np.array(x) for starts_stops in bounds for x in starts_stops]
+    nothing = 4 * [np.zeros_like(rows[0])]
+    row = RowReach(nothing[0], *(rows + nothing)[:4])
+    return Reach([row], np.zeros(batch_size, dtype=np.int64), is_own=False)
+
+
+def _full(q: Tensor, num_keys: int) -> Reach:
+    num_queries = q.shape[1]
+    return _reach(q.shape[0], (num_queries * [0], num_queries * [num_keys]))
 
 
 def _softmax_of_parts(q: Tensor, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -51,7 +66,7 @@ def _run(backend: str, q: Tensor, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
     state = RunningSoftmax(q)
     for k, v in parts:
         block = KeyValueBlock(k, v, TokenRanges(((0, k.shape[1]),)))
-        select_backend(backend, q, k).forward(q, block, [_full(q, k.shape[1])], state, q.shape[-1] ** -0.5)
+        select_backend(backend, q, k).forward(q, block, _full(q, k.shape[1]), state, q.shape[-1] ** -0.5)
     return state.result()
 
 
@@ -78,7 +93,7 @@ def test_merging_survives_any_gap(backend, lifts):
 
 def test_merging_when_neither_or_one_side_saw_a_key():
     q, *_ = _tensors(3, 1)
-    rectangle = _full(q, 1)._replace(q_stop=2)
+    rectangle = Rectangle(0, 1, 0, 2, 0, 1)
     nothing = torch.zeros(1, 2, 4, 16), torch.full((1, 2, 4), -torch.inf)
     something = torch.ones(1, 2, 4, 16), torch.full((1, 2, 4), -500.0)
     state = RunningSoftmax(q)
@@ -110,16 +125,13 @@ def test_backward_adds_each_block_to_float32_sums(backend, dtype):
     """Two KV blocks, the second also seen by part of the rows only; the buffer holds two ranges of tokens."""
     q, k, v, grad_out = (x.to(dtype) for x in _tensors(6, 8, batch_size=2))
     tokens = TokenRanges(((2, 6), (9, 13)))
-    rectangles = [
-        Rectangle(0, 2, 0, 6, 2, 6, causal=False),
-        Rectangle(0, 2, 3, 6, 9, 13, causal=False),
-    ]
+    reach = _reach(2, (3 * [2] + 3 * [9], 3 * [6] + 3 * [13]), (3 * [0] + 3 * [2], 3 * [0] + 3 * [6]))
     blocks, scale = select_backend(backend, q, k), 0.3
     block, state = KeyValueBlock(k, v, tokens), RunningSoftmax(q)
-    blocks.forward(q, block, rectangles, state, scale)
+    blocks.forward(q, block, reach, state, scale)
     out, lse = state.result()
     dq, dkv = QueryGradient(q), KeyValueGradient(tokens, 2, k)
-    blocks.backward(SavedForward(q, grad_out, out.to(dtype), lse, scale), block, rectangles, dq, dkv)
+    blocks.backward(SavedForward(q, grad_out, out.to(dtype), lse, scale), block, reach, dq, dkv)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     assert {x.dtype for x in (out, lse, dq.result(), *dkv.result())} == {sums}
 
@@ -141,7 +153,7 @@ def test_packed_gradients_add_up_by_token():
     """dKV that arrives covers other tokens than the block's own: sums go by token, untouched ones stay 0."""
     k = torch.zeros(1, 4, 1, 2)
     dkv = KeyValueGradient(TokenRanges(((0, 3), (5, 8))), 1, k)
-    dkv.add(Rectangle(0, 1, 0, 1, 5, 7, causal=False), torch.ones(1, 2, 1, 2), torch.full((1, 2, 1, 2), 2.0))
+    dkv.add(Rectangle(0, 1, 0, 1, 5, 7, kind="full"), torch.ones(1, 2, 1, 2), torch.full((1, 2, 1, 2), 2.0))
     arrived = torch.arange(1.0, 5.0)[None, None, :, None, None].expand(2, 1, 4, 1, 2)
     dkv.add_packed(TokenRanges(((1, 3), (6, 8))), arrived)
     assert dkv.packed()[0, 0, :, 0, 0].tolist() == [0, 1, 2, 1, 4, 4]
@@ -178,17 +190,21 @@ def test_long_causal_blocks(length):
 
 
 @settings(max_examples=200, deadline=None)
-@given(start=st.integers(0, 50), length=st.integers(1, 2000), causal=st.booleans())
-def test_even_pieces_cover_a_rectangle_once(start, length, causal):
-    whole = Rectangle(0, 1, start, start + length, start, start + length, causal, opens=True)
+@given(start=st.integers(0, 50), length=st.integers(1, 2000), kind=st.sampled_from(get_args(Kind)))
+def test_even_pieces_cover_a_rectangle_once(start, length, kind):
+    whole = Rectangle(0, 1, start, start + length, 9, 9 + length, kind, opens=True)
     pieces = even_pieces(whole)
     assert sum(piece.num_pairs for piece in pieces) == whole.num_pairs
-    assert pieces[0].opens and [piece.opens for piece in pieces[1:]] == [True, False][: len(pieces) - 1]
+    opened = [row for piece in pieces if piece.opens for row in range(piece.q_start, piece.q_stop)]
+    assert opened == list(range(start, start + length)), "each query is opened once"
     if len(pieces) > 1:
-        main, below, corner = pieces
-        assert main[2:4] == main[4:6] and corner[2:4] == corner[4:6] and corner.q_stop == whole.q_stop
-        assert main.q_stop == below.q_start == corner.q_start and below[4:6] == main[4:6]
-        assert (main.causal, below.causal, corner.causal) == (True, False, True)
+        main, beside, corner = pieces
+        assert main.opens and main.kind == corner.kind == kind and beside.kind == "full"
+        assert (main.q_start, main.k_start) == (start, 9)
+        assert (corner.q_start, corner.k_start) == (main.q_stop, main.k_stop)
+        assert (corner.q_stop, corner.k_stop) == (whole.q_stop, whole.k_stop)
+        late, early = (corner, main) if kind == "causal" else (main, corner)
+        assert beside[2:4] == late[2:4] and beside[4:6] == early[4:6]
         assert 0 < corner.q_stop - corner.q_start < 32
 
 
@@ -233,11 +249,11 @@ class _Signatures(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(CUDA_FLASH, torch.bfloat16), (CUDA_EFFICIENT, torch.float32)])
 def test_cuda_kernels_are_called_by_their_schema(kernel: Kernel, dtype: torch.dtype):
-    q, k, v, grad_out = (x.to("meta", dtype) for x in _tensors(37, 53))
-    for causal in (False, True):
+    q, k, v, grad_out = (x.to("meta", dtype) for x in _tensors(37, 37))
+    for kind in get_args(Kind):
         with _Signatures():
-            out, lse = kernel.forward(q, k, v, causal, 0.25)
-            grads = kernel.backward(grad_out, q, k, v, out, lse, causal, 0.25)
+            out, lse = kernel.forward(q, k, v, kind, 0.25)
+            grads = kernel.backward(grad_out, q, k, v, out, lse, kind, 0.25)
         assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 

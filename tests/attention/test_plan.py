@@ -4,20 +4,42 @@ Shape letters: B batch, S full sequence, N ranks.
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmoe.attention.plan import AttentionPlan, Rectangle, TokenRanges, build_plan
-from cpmoe.attention.sharding import LAYOUTS, padded_length, shard_indices
+from cpmoe.attention.layout import CHUNKS_PER_RANK, LAYOUTS, padded_length, token_indices
+from cpmoe.attention.mask import CAUSAL, Mask
+from cpmoe.attention.plan import AttentionPlan, Rectangle, TokenRanges, build_plan, deal_batch
 from tests.attention.dense import dense_mask
+
+
+class Sequences(NamedTuple):
+    """A padded batch on a ring."""
+
+    documents_BS: torch.Tensor
+    cp_size: int
+    layout: str
+    num_slices: int
+    mask: Mask
+
+
+_SIDES = st.none() | st.integers(0, 12)
+
+
+@st.composite
+def _masks(draw):
+    causal = draw(st.booleans())
+    window = (draw(_SIDES), draw(st.sampled_from((None, 0))) if causal else draw(_SIDES))
+    return Mask(causal, window, draw(st.integers(0, 4)))
 
 
 @st.composite
 def _sequences(draw):
-    """(documents_BS padded, cp_size, layout, num_slices), with equal and different rows and inner padding."""
+    """Equal and different rows, inner padding, every layout and mask."""
     cp_size = draw(st.integers(1, 5))
     layout = draw(st.sampled_from(LAYOUTS))
     num_slices = draw(st.integers(1, 2))
@@ -29,11 +51,18 @@ def _sequences(draw):
         hidden = draw(st.sets(st.integers(0, 8), max_size=2))
         structures.append(torch.where(torch.isin(ids_S, torch.tensor(sorted(hidden))), -1, ids_S))
     rows = draw(st.lists(st.sampled_from(range(len(structures))), min_size=1, max_size=4))
-    return torch.stack([structures[row] for row in rows]), cp_size, layout, num_slices
+    documents_BS = torch.stack([structures[row] for row in rows])
+    return Sequences(documents_BS, cp_size, layout, num_slices, draw(_masks()))
 
 
-def _plans(documents_BS, cp_size, layout, num_slices) -> list[AttentionPlan]:
-    return [build_plan(documents_BS, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
+def _plans(documents_BS, cp_size, layout="zigzag", num_slices=1, mask=CAUSAL) -> list[AttentionPlan]:
+    return [build_plan(documents_BS, cp_size, rank, layout, num_slices, mask) for rank in range(cp_size)]
+
+
+def _indices(sequences: Sequences) -> list[torch.Tensor]:
+    """Global place of every rank's tokens."""
+    *batch, mask = sequences
+    return [torch.from_numpy(token_indices(own)) for own in deal_batch(*batch, (mask,))]
 
 
 def _tokens(ranges: TokenRanges) -> set[int]:
@@ -42,37 +71,59 @@ def _tokens(ranges: TokenRanges) -> set[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(_sequences())
-def test_rectangles_cover_the_mask_exactly_once(sequence):
-    documents_BS, cp_size, layout, num_slices = sequence
+def test_rectangles_cover_the_mask_exactly_once(sequences):
+    documents_BS, index_NT = sequences.documents_BS, _indices(sequences)
     batch_size, padded = documents_BS.shape
-    index_NT = [shard_indices(padded, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
     seen_BSS = torch.zeros(batch_size, padded, padded, dtype=torch.int64)
-    num_pairs = 0
-    for rank, plan in enumerate(_plans(*sequence)):
+    plans = _plans(*sequences)
+    for rank, plan in enumerate(plans):
         touched_BT = torch.zeros(batch_size, plan.num_tokens, dtype=torch.bool)
         for hop in plan.hops:
-            assert hop.source == (rank - hop.distance) % cp_size
+            assert hop.source == (rank - hop.distance) % sequences.cp_size
+            assert hop.reach.num_pairs == sum(rectangle.num_pairs for rectangle in hop.rectangles)
             for rectangle in hop.rectangles:
                 b, q, k = slice(*rectangle[0:2]), slice(*rectangle[2:4]), slice(*rectangle[4:6])
                 q_index, k_index = index_NT[rank][q], index_NT[hop.source][k]
                 visible = torch.ones(len(q_index), len(k_index), dtype=torch.int64)
-                if rectangle.causal:
-                    assert hop.distance == 0 and rectangle[2:4] == rectangle[4:6]
-                    visible = visible.tril()
+                assert visible.numel() > 0
+                if rectangle.kind != "full":
+                    assert len(q_index) == len(k_index)
+                    visible = visible.tril() if rectangle.kind == "causal" else visible.triu()
+                assert rectangle.num_pairs == len(documents_BS[b]) * visible.sum()
                 seen_BSS[b, q_index[:, None], k_index[None]] += visible
                 if rectangle.opens:
                     assert not touched_BT[b, q].any()
                 touched_BT[b, q] = True
-        num_pairs += plan.num_pairs
-    assert torch.equal(seen_BSS, dense_mask(documents_BS).to(torch.int64))
-    assert num_pairs == seen_BSS.sum()
+    visible_BSS = dense_mask(documents_BS, sequences.mask)
+    assert torch.equal(seen_BSS, visible_BSS.to(torch.int64))
+    by_rank = tuple(visible_BSS[:, index_T].sum().item() for index_T in index_NT)
+    assert all(plan.pairs_N == by_rank for plan in plans)
 
 
 @settings(max_examples=150, deadline=None)
 @given(_sequences())
-def test_transfers_match_and_carry_what_is_needed(sequence):
-    _, cp_size, _, _ = sequence
-    plans = _plans(*sequence)
+def test_reach_is_the_mask(sequences):
+    """Query by query the same as the rectangles say: what kernels that take spans are given."""
+    visible_BSS = dense_mask(sequences.documents_BS, sequences.mask)
+    index_NT = _indices(sequences)
+    for rank, plan in enumerate(_plans(*sequences)):
+        visible_BTS = visible_BSS[:, index_NT[rank]]
+        for hop in plan.hops:
+            place = torch.arange(plan.num_tokens)
+            for b, row in enumerate(hop.reach.rows_C[place] for place in hop.reach.place_B):
+                start, stop, sink_start, sink_stop = (torch.from_numpy(x)[:, None] for x in row[1:])
+                window, sinks = (start <= place) & (place < stop), (sink_start <= place) & (place < sink_stop)
+                assert not (window & sinks).any()
+                assert torch.equal(window | sinks, visible_BTS[b, :, index_NT[hop.source]])
+            visible_BTS[:, :, index_NT[hop.source]] = False
+        assert not visible_BTS.any(), "a hop is missing"
+
+
+@settings(max_examples=150, deadline=None)
+@given(_sequences())
+def test_transfers_match_and_carry_what_is_needed(sequences):
+    cp_size = sequences.cp_size
+    plans = _plans(*sequences)
     distances = [hop.distance for hop in plans[0].remote]
     for plan in plans:
         assert [hop.distance for hop in plan.remote] == distances
@@ -87,32 +138,35 @@ def test_transfers_match_and_carry_what_is_needed(sequence):
             needed = {t for r in hop.rectangles for t in range(r.k_start, r.k_stop)}
             assert needed <= _tokens(hop.fetch.receive), "KV that is needed arrives"
             assert needed <= _tokens(hop.deliver.send), "dKV that is computed is sent"
-            held_by = plans[(hop.source + (distances[index - 1] if index else 0)) % cp_size]
-            held = _tokens(held_by.remote[index - 1].fetch.receive if index else held_by.all_tokens)
+            before = index if plans[0].is_relayed else 0
+            held_by = plans[(hop.source + (distances[before - 1] if before else 0)) % cp_size]
+            assert hop.fetch.from_rank == held_by.cp_rank
+            held = _tokens(held_by.remote[before - 1].fetch.receive if before else held_by.all_tokens)
             assert _tokens(hop.fetch.receive) <= held, "a rank sends what it has"
             assert len(_tokens(hop.deliver.receive)) <= plans[0].num_tokens
     for plan in plans:
+        home = plan.remote[-1:] if plan.is_relayed else plan.remote
         for hop, following in pairwise(plan.remote):
-            assert _tokens(hop.deliver.receive) <= _tokens(following.deliver.send), "dKV is handed on"
-        if plan.remote:
-            assert (
-                plan.remote[-1].deliver.receive
-                == plans[(plan.cp_rank + distances[-1]) % cp_size].remote[-1].deliver.send
-            )
+            if hop not in home:
+                assert _tokens(hop.deliver.receive) <= _tokens(following.deliver.send), "dKV is handed on"
+        for hop in home:
+            bringer = plans[(plan.cp_rank + hop.distance) % cp_size]
+            assert hop.deliver.from_rank == bringer.cp_rank, "dKV comes home"
+            assert hop.source == hop.deliver.to_rank
 
 
 @settings(max_examples=100, deadline=None)
 @given(_sequences())
-def test_transfers_carry_nothing_for_nobody(sequence):
+def test_transfers_carry_nothing_for_nobody(sequences):
     """Each range begins and ends at a token that a later rank attends to (dKV: that an earlier one did)."""
-    _, cp_size, _, _ = sequence
-    plans = _plans(*sequence)
+    cp_size = sequences.cp_size
+    plans = _plans(*sequences)
     for plan in plans:
         for index, hop in enumerate(plan.remote):
-            for ranges, others in (
-                (hop.fetch.receive, range(index, len(plan.remote))),
-                (hop.deliver.send, range(index + 1)),
-            ):
+            later, sooner = range(index, len(plan.remote)), range(index + 1)
+            if not plan.is_relayed:
+                later = sooner = range(index, index + 1)
+            for ranges, others in ((hop.fetch.receive, later), (hop.deliver.send, sooner)):
                 attended = set()
                 for other in others:
                     remote = plans[(hop.source + plan.remote[other].distance) % cp_size].remote[other]
@@ -131,10 +185,10 @@ def test_one_causal_document_costs_one_call_per_hop():
     """Own block causal; earlier ranks: all queries × first half; later: second half of queries × all."""
     plan = build_plan(torch.zeros(3, 32, dtype=torch.long), 4, 2)
     assert _kinds(plan) == [
-        [Rectangle(0, 3, 0, 8, 0, 8, causal=True, opens=True)],
-        [Rectangle(0, 3, 0, 8, 0, 4, causal=False)],
-        [Rectangle(0, 3, 0, 8, 0, 4, causal=False)],
-        [Rectangle(0, 3, 4, 8, 0, 8, causal=False)],
+        [Rectangle(0, 3, 0, 8, 0, 8, kind="causal", opens=True)],
+        [Rectangle(0, 3, 0, 8, 0, 4, kind="full")],
+        [Rectangle(0, 3, 0, 8, 0, 4, kind="full")],
+        [Rectangle(0, 3, 4, 8, 0, 8, kind="full")],
     ]
     assert [hop.source for hop in plan.hops] == [2, 1, 0, 3]
 
@@ -169,9 +223,10 @@ def test_hops_that_no_rank_needs_are_jumped_over():
     # Documents over neighbouring chunks only: zigzag neighbours are at ring distance 1 and N − 1.
     plans = _plans(torch.arange(64)[None] // 3, 8, "zigzag", 1)
     assert [hop.distance for hop in plans[0].remote] == [1, 7]
-    assert plans[0].remote[1].fetch.to_rank == 6 and plans[0].remote[1].fetch.from_rank == 2
+    # None of them would pass on what the others need.
+    assert plans[0].remote[1].fetch.to_rank == 7 and plans[0].remote[1].fetch.from_rank == 1
     # Two short tails of chunks that lie apart travel without what is between them.
-    plans = _plans(torch.arange(64)[None] // 7, 4, "zigzag", 1)
+    plans = _plans(torch.arange(64)[None] // 7, 4, "zigzag", 2)
     assert any(len(hop.fetch.receive.ranges) == 2 for plan in plans for hop in plan.remote)
 
 
@@ -189,10 +244,46 @@ def test_padding_is_in_no_rectangle():
         assert plan.own.rectangles == () and plan.remote == () and plan.num_pairs == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 def test_documents_inside_a_chunk_give_no_remote_rectangle(layout):
     """87,000 documents at CP 64: only those over a chunk's edge concern another rank."""
     documents_BS = torch.arange(64 * 2 * 2048)[None] // 3
     plan = build_plan(documents_BS, 64, 5, layout)
     assert len(plan.own.rectangles) >= 2 * 2048 // 3
-    assert sum(len(hop.rectangles) for hop in plan.remote) <= 4
+    assert sum(len(hop.rectangles) for hop in plan.remote) <= 2 * CHUNKS_PER_RANK[layout]
+
+
+def test_a_window_reaches_the_neighbours_only():
+    """Of a rank's chunk only the last tokens travel, and only to the next rank."""
+    mask = Mask(window=(3, None))
+    whole = torch.zeros(1, 64, dtype=torch.long)
+    for rank, plan in enumerate(_plans(whole, 4, "contiguous", mask=mask)):
+        (hop,) = plan.remote
+        assert hop.distance == 1
+        assert hop.fetch.receive.ranges == (((13, 16),) if rank else ())
+        assert [r[2:7] for r in hop.rectangles] == ([(0, 3, 13, 16, "edge")] if rank else [])
+    # Neighbouring chunks of zigzag are at distance 1 and N − 1, and each sends to the other.
+    plans = _plans(whole, 4, "zigzag", mask=mask)
+    assert [hop.distance for hop in plans[0].remote] == [1, 3]
+    assert [plan.remote[0].fetch.send.ranges for plan in plans] == [*3 * [((5, 8),)], ()]
+    assert [plan.remote[1].fetch.send.ranges for plan in plans] == [(), *3 * [((13, 16),)]]
+    assert [plan.remote[1].fetch.to_rank for plan in plans] == [3, 0, 1, 2]
+    # Sinks make the first rank's first tokens travel to all.
+    plans = _plans(whole, 4, "contiguous", mask=Mask(window=(3, None), num_sinks=2))
+    assert [hop.distance for hop in plans[0].remote] == [1, 2, 3]
+    assert [hop.fetch.receive.ranges for hop in plans[3].remote] == [((13, 16),), (), ((0, 2),)]
+
+
+def test_striped_ranks_pass_on_what_is_near():
+    """Of 3-token documents a token needs the two before it, of a window of 1 the one before it."""
+    documents_BS = torch.arange(64)[None] // 3
+    assert [hop.distance for hop in _plans(documents_BS, 8, "striped")[0].remote] == [1, 2]
+    near = Mask(causal=False, window=(1, 1))
+    assert [hop.distance for hop in _plans(documents_BS, 8, "striped", mask=near)[0].remote] == [1, 7]
+
+
+def test_balanced_deals_by_work():
+    """Half the sequence is one document, the rest short ones: zigzag gives ranks unequal work."""
+    documents_BS = torch.cat((torch.zeros(2048, dtype=torch.long), 1 + torch.arange(2048) // 16))[None]
+    assert build_plan(documents_BS, 8, 0, "zigzag").imbalance > 1.5
+    assert build_plan(documents_BS, 8, 0, "balanced").imbalance < 1.05

@@ -1,10 +1,12 @@
 """Layouts as rank arithmetic, and a batch cut to a shard."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpmoe.attention.layout import deal, token_indices
 from cpmoe.attention.sharding import LAYOUTS, padded_length, shard_batch, shard_indices
 
 
@@ -17,9 +19,13 @@ from cpmoe.attention.sharding import LAYOUTS, padded_length, shard_batch, shard_
 )
 def test_shards_partition_the_padded_sequence(seq_len, cp_size, num_slices, layout):
     padded = padded_length(seq_len, cp_size, num_slices, layout)
-    chunks = num_slices * (1 if cp_size == 1 else cp_size * (2 if layout == "zigzag" else 1))
+    per_rank = {"contiguous": 1, "zigzag": 2, "striped": 1, "balanced": 8}[layout]
+    chunks = num_slices * (1 if cp_size == 1 else cp_size * per_rank)
     assert padded == min(n for n in range(seq_len, seq_len + chunks) if n % chunks == 0)
-    shards = [shard_indices(padded, cp_size, rank, layout, num_slices) for rank in range(cp_size)]
+    work_S = np.arange(padded) % 7
+    shards = [
+        torch.from_numpy(token_indices(own)) for own in deal(padded, cp_size, layout, num_slices, work_S)
+    ]
     for shard in shards:
         assert len(shard) == padded // cp_size and (shard.diff() > 0).all()
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(padded))
@@ -40,6 +46,22 @@ def test_zigzag_deals_mirrored_chunks():
     assert shard_indices(16, 4, 1).tolist() == [2, 3, 12, 13]
     assert shard_indices(16, 2, 1, num_slices=2).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
     assert shard_indices(16, 4, 1, "contiguous").tolist() == [4, 5, 6, 7]
+    assert shard_indices(16, 4, 1, "striped").tolist() == [1, 5, 9, 13]
+
+
+@settings(deadline=None)
+@given(data=st.data(), cp_size=st.integers(2, 9), num_slices=st.integers(1, 2))
+def test_balanced_deals_equal_counts_and_near_equal_work(data, cp_size, num_slices):
+    """Greedy never leaves the heaviest rank more than one chunk above the lightest that could take it."""
+    work_W = data.draw(st.lists(st.integers(0, 100), min_size=8 * cp_size, max_size=8 * cp_size))
+    work_S = np.tile(np.array(work_W), num_slices)
+    segments = deal(8 * cp_size * num_slices, cp_size, "balanced", num_slices, work_S)
+    for index in range(num_slices):
+        span = range(index * 8 * cp_size, (index + 1) * 8 * cp_size)
+        owned = [[i for i in token_indices(own).tolist() if i in span] for own in segments]
+        assert all(len(tokens) == 8 for tokens in owned)
+        loads = [sum(work_S[tokens]) for tokens in owned]
+        assert max(loads) - sum(loads) / cp_size <= max(work_W)
 
 
 def test_a_shard_carries_what_cannot_be_computed_from_it():
@@ -57,11 +79,13 @@ def test_a_shard_carries_what_cannot_be_computed_from_it():
     assert second.tokens_BT.tolist() == [[102, 103, 104, 105]]
     assert second.labels_BT.tolist() == [[103, 104, 105, 106]]
     assert second.positions_BT.tolist() == [[2, 0, 1, 2]]
+    assert first.index_T.tolist() == [0, 1, 6, 7] and second.index_T.tolist() == [2, 3, 4, 5]
 
 
 def test_errors_name_the_value_and_the_choices():
-    with pytest.raises(ValueError, match=r"attention\.layout = 'striped': must be one of zigzag, contiguous"):
-        padded_length(8, 2, layout="striped")
+    choices = "zigzag, contiguous, striped, balanced"
+    with pytest.raises(ValueError, match=rf"attention\.layout = 'stripes': must be one of {choices}"):
+        padded_length(8, 2, layout="stripes")
     with pytest.raises(ValueError, match="padded length 9: must be a positive multiple of 4"):
         shard_indices(9, 2, 0)
     x = torch.zeros(1, 4, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Backends that compute rectangles of attention, by name.
+"""Backends that compute the attention over one block of keys, by name.
 
 A backend is a module-level object with the methods of `BlockBackend`; adding one is a line in `_BACKENDS`.
 
@@ -7,7 +7,6 @@ Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +21,7 @@ from cpmoe.attention.blocks.accumulators import (
 )
 from cpmoe.attention.blocks.reference import ReferenceBlocks
 from cpmoe.attention.blocks.sdpa import SdpaBlocks
-from cpmoe.attention.plan import Rectangle
+from cpmoe.attention.reach import Reach
 
 __all__ = [
     "BACKENDS",
@@ -44,21 +43,21 @@ class BlockBackend(Protocol):
         self,
         q_BTHD: Tensor,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         state: RunningSoftmax,
         scale: float,
     ) -> None:
-        """Merges the attention of each rectangle into `state`."""
+        """Merges the attention over the keys of `block` in `reach` into `state`."""
 
     def backward(
         self,
         saved: SavedForward,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         dq: QueryGradient,
         dkv: KeyValueGradient,
     ) -> None:
-        """Adds each rectangle's gradients to `dq` and `dkv`."""
+        """Adds the gradients of the same to `dq` and `dkv`."""
 
 
 _BACKENDS: dict[str, BlockBackend] = {"reference": ReferenceBlocks(), "sdpa": SdpaBlocks()}

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpmoe.attention.plan import Rectangle, TokenRanges
+from cpmoe.attention.ranges import TokenRanges
+from cpmoe.attention.rectangles import Rectangle
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

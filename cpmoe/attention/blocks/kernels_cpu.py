@@ -1,8 +1,10 @@
-"""torch's CPU flash kernel, causal blocks cut so that it skips what is masked.
+"""torch's CPU flash kernel, triangles cut so that it skips what is masked.
 
 The kernel computes whole blocks of 512 keys up to the diagonal: of 1,024 causal tokens 75 % instead of
-50 %. A causal block is therefore halved until its diagonal blocks are short: each halving leaves squares
-below the diagonal, which the kernel computes at full rate, and all squares of one size are one batched call.
+50 %, and it knows no window's edge. A triangle is therefore halved until its diagonal blocks are short: each
+halving leaves squares beside the diagonal, which the kernel computes at full rate, and all squares of one
+size are one batched call. The squares join late queries with early keys in a causal triangle, early queries
+with late keys at a window's edge, whose diagonal blocks take a mask.
 
 Computes in float32, or float64 for float64: on CPUs without 16-bit matrix units that is faster too.
 
@@ -15,43 +17,45 @@ import torch
 from torch import Tensor
 
 from cpmoe.attention.blocks.accumulators import accumulation_dtype, merge_
-from cpmoe.attention.plan import Rectangle
+from cpmoe.attention.rectangles import Kind, Rectangle
 
 # Diagonal blocks are at least this long and, but for a remainder, shorter than twice this.
 DIAGONAL = 128
 
 
 def even_pieces(rectangle: Rectangle) -> tuple[Rectangle, ...]:
-    """A causal rectangle as one that halves evenly and two for the last few rows; others as they are."""
+    """A triangle as one that halves evenly and two for the rows or keys left over; others as they are."""
     length = rectangle.q_stop - rectangle.q_start
-    rest = length % (1 << _halvings(length)) if rectangle.causal else 0
+    rest = 0 if rectangle.kind == "full" else length % (1 << _halvings(length))
     if rest == 0:
         return (rectangle,)
     q_cut, k_cut = rectangle.q_stop - rest, rectangle.k_stop - rest
-    return (
-        rectangle._replace(q_stop=q_cut, k_stop=k_cut),
-        rectangle._replace(q_start=q_cut, k_stop=k_cut, causal=False),
-        rectangle._replace(q_start=q_cut, k_start=k_cut, opens=False),
-    )
+    main = rectangle._replace(q_stop=q_cut, k_stop=k_cut)
+    if rectangle.kind == "causal":
+        beside = rectangle._replace(q_start=q_cut, k_stop=k_cut, kind="full")
+        return main, beside, rectangle._replace(q_start=q_cut, k_start=k_cut, opens=False)
+    beside = rectangle._replace(q_stop=q_cut, k_start=k_cut, kind="full", opens=False)
+    return main, beside, rectangle._replace(q_start=q_cut, k_start=k_cut)
 
 
 def forward(
-    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, causal: bool, scale: float
+    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, kind: Kind, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out_BTHD, lse_BTH) of one rectangle, in the compute dtype."""
     dtype = accumulation_dtype(q_BTHD.dtype)
     q_BTHD, k_BTGD, v_BTGD = (x.to(dtype) for x in (q_BTHD, k_BTGD, v_BTGD))
-    if not causal:
-        return _forward((q_BTHD, k_BTGD, v_BTGD), False, scale)
+    if kind == "full":
+        return _forward((q_BTHD, k_BTGD, v_BTGD), kind, scale)
     batch_size, num_blocks = q_BTHD.shape[0], 1 << _halvings(q_BTHD.shape[1])
     diagonal = tuple(_blocks(x, num_blocks) for x in (q_BTHD, k_BTGD, v_BTGD))
-    out_BTHD, lse_BTH = (_whole(x, batch_size) for x in _forward(diagonal, True, scale))
+    out_BTHD, lse_BTH = (_whole(x, batch_size) for x in _forward(diagonal, kind, scale))
+    rows, keys = (_late, _early) if kind == "causal" else (_early, _late)
     while num_blocks > 1:
         num_blocks //= 2
-        square = _late(q_BTHD, num_blocks), _early(k_BTGD, num_blocks), _early(v_BTGD, num_blocks)
-        part = _forward(tuple(x.flatten(0, 1) for x in square), False, scale)
+        square = rows(q_BTHD, num_blocks), keys(k_BTGD, num_blocks), keys(v_BTGD, num_blocks)
+        part = _forward(tuple(x.flatten(0, 1) for x in square), "full", scale)
         new_out, new_lse = (x.unflatten(0, (batch_size, num_blocks)) for x in part)
-        merge_(_late(out_BTHD, num_blocks), _late(lse_BTH, num_blocks), new_out, new_lse)
+        merge_(rows(out_BTHD, num_blocks), rows(lse_BTH, num_blocks), new_out, new_lse)
     return out_BTHD, lse_BTH
 
 
@@ -62,25 +66,26 @@ def backward(
     v_BTGD: Tensor,
     out_BTHD: Tensor,
     lse_BTH: Tensor,
-    causal: bool,
+    kind: Kind,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_BTHD, dk_BTGD, dv_BTGD) of one rectangle, from the global output and logsumexp."""
     dtype = accumulation_dtype(q_BTHD.dtype)
-    rows = (grad_out_BTHD.to(dtype), q_BTHD.to(dtype), out_BTHD.to(dtype), lse_BTH)
-    keys = (k_BTGD.to(dtype), v_BTGD.to(dtype))
-    if not causal:
-        return _backward(rows, keys, False, scale)
+    of_rows = (grad_out_BTHD.to(dtype), q_BTHD.to(dtype), out_BTHD.to(dtype), lse_BTH)
+    of_keys = (k_BTGD.to(dtype), v_BTGD.to(dtype))
+    if kind == "full":
+        return _backward(of_rows, of_keys, kind, scale)
     batch_size, num_blocks = q_BTHD.shape[0], 1 << _halvings(q_BTHD.shape[1])
-    row_blocks, key_blocks = (tuple(_blocks(x, num_blocks) for x in xs) for xs in (rows, keys))
-    grads = _backward(row_blocks, key_blocks, True, scale)
+    row_blocks, key_blocks = (tuple(_blocks(x, num_blocks) for x in xs) for xs in (of_rows, of_keys))
+    grads = _backward(row_blocks, key_blocks, kind, scale)
     dq_BTHD, dk_BTGD, dv_BTGD = (_whole(x, batch_size) for x in grads)
+    rows, keys = (_late, _early) if kind == "causal" else (_early, _late)
     while num_blocks > 1:
         num_blocks //= 2
-        late_rows = tuple(_late(x, num_blocks).flatten(0, 1) for x in rows)
-        early_keys = tuple(_early(x, num_blocks).flatten(0, 1) for x in keys)
-        parts = _backward(late_rows, early_keys, False, scale)
-        sums = _late(dq_BTHD, num_blocks), _early(dk_BTGD, num_blocks), _early(dv_BTGD, num_blocks)
+        square_rows = tuple(rows(x, num_blocks).flatten(0, 1) for x in of_rows)
+        square_keys = tuple(keys(x, num_blocks).flatten(0, 1) for x in of_keys)
+        parts = _backward(square_rows, square_keys, "full", scale)
+        sums = rows(dq_BTHD, num_blocks), keys(dk_BTGD, num_blocks), keys(dv_BTGD, num_blocks)
         for total, part in zip(sums, parts, strict=True):
             total.add_(part.unflatten(0, (batch_size, num_blocks)))
     return dq_BTHD, dk_BTGD, dv_BTGD
@@ -110,21 +115,29 @@ def _late(x: Tensor, num_blocks: int) -> Tensor:
     return x.unflatten(1, (num_blocks, 2, -1))[:, :, 1]
 
 
-def _forward(queries_keys_values: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _edge_mask(length: int, dtype: torch.dtype) -> Tensor:
+    """[T, T] added to scores: hides the keys before each query's own place."""
+    return torch.full((length, length), -torch.inf, dtype=dtype).tril(-1)
+
+
+def _forward(queries_keys_values: tuple[Tensor, ...], kind: Kind, scale: float) -> tuple[Tensor, Tensor]:
     q_BHTD, k_BGTD, v_BGTD = (x.transpose(1, 2) for x in queries_keys_values)
+    mask = _edge_mask(q_BHTD.shape[2], q_BHTD.dtype) if kind == "edge" else None
     out_BHTD, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHTD, k_BGTD, v_BGTD, 0.0, causal, scale=scale
+        q_BHTD, k_BGTD, v_BGTD, 0.0, kind == "causal", attn_mask=mask, scale=scale
     )
     return out_BHTD.transpose(1, 2), lse_BHT.transpose(1, 2)
 
 
 def _backward(
-    rows: tuple[Tensor, ...], keys: tuple[Tensor, ...], causal: bool, scale: float
+    rows: tuple[Tensor, ...], keys: tuple[Tensor, ...], kind: Kind, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out_BHTD, q_BHTD, out_BHTD, lse_BHT = (x.transpose(1, 2) for x in rows)
     k_BGTD, v_BGTD = (x.transpose(1, 2) for x in keys)
+    mask = _edge_mask(q_BHTD.shape[2], q_BHTD.dtype) if kind == "edge" else None
+    inputs = grad_out_BHTD, q_BHTD, k_BGTD, v_BGTD, out_BHTD, lse_BHT
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out_BHTD, q_BHTD, k_BGTD, v_BGTD, out_BHTD, lse_BHT, 0.0, causal, scale=scale
+        *inputs, 0.0, kind == "causal", attn_mask=mask, scale=scale
     )
-    dq_BTHD, dk_BTGD, dv_BTGD = (x.transpose(1, 2) for x in grads)
-    return dq_BTHD, dk_BTGD, dv_BTGD
+    dq_BHTD, dk_BGTD, dv_BGTD = grads
+    return dq_BHTD.transpose(1, 2), dk_BGTD.transpose(1, 2), dv_BGTD.transpose(1, 2)

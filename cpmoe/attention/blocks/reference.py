@@ -7,8 +7,6 @@ Shape letters: B batch, T queries, U keys, G KV heads, R query heads per KV head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,8 @@ from cpmoe.attention.blocks.accumulators import (
     accumulation_dtype,
     query_rows,
 )
-from cpmoe.attention.plan import Rectangle
+from cpmoe.attention.reach import Reach
+from cpmoe.attention.rectangles import Kind
 
 
 class ReferenceBlocks:
@@ -32,15 +31,15 @@ class ReferenceBlocks:
         self,
         q_BTHD: Tensor,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         state: RunningSoftmax,
         scale: float,
     ) -> None:
         dtype = accumulation_dtype(q_BTHD.dtype)
-        for rectangle in rectangles:
+        for rectangle in reach.rectangles:
             k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
             q_BTGRD = _grouped(q_BTHD[query_rows(rectangle)].to(dtype), k_BUGD.shape[2])
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scale, rectangle.causal)
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scale, rectangle.kind)
             lse_BGRT = torch.logsumexp(scores_BGRTU, dim=-1)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             out_BTGRD = torch.einsum("bgrtu,bugd->btgrd", probs_BGRTU, v_BUGD)
@@ -50,12 +49,12 @@ class ReferenceBlocks:
         self,
         saved: SavedForward,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         dq: QueryGradient,
         dkv: KeyValueGradient,
     ) -> None:
         dtype = saved.lse_BTH.dtype
-        for rectangle in rectangles:
+        for rectangle in reach.rectangles:
             rows = query_rows(rectangle)
             k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
             num_kv_heads = k_BUGD.shape[2]
@@ -63,7 +62,7 @@ class ReferenceBlocks:
             grad_out_BTGRD = _grouped(saved.grad_out_BTHD[rows].to(dtype), num_kv_heads)
             lse_BGRT = saved.lse_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
             delta_BGRT = saved.delta_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scale, rectangle.causal)
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scale, rectangle.kind)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             dprobs_BGRTU = torch.einsum("btgrd,bugd->bgrtu", grad_out_BTGRD, v_BUGD)
             dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scale
@@ -79,10 +78,11 @@ def _grouped(x_BTHD: Tensor, num_kv_heads: int) -> Tensor:
     return x_BTHD.unflatten(2, (num_kv_heads, -1))
 
 
-def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scale: float, kind: Kind) -> Tensor:
     scores_BGRTU = torch.einsum("btgrd,bugd->bgrtu", q_BTGRD, k_BUGD) * scale
-    if causal:
-        hidden_TU = torch.ones(scores_BGRTU.shape[-2:], dtype=torch.bool, device=k_BUGD.device).triu(1)
+    if kind != "full":
+        all_TU = torch.ones(scores_BGRTU.shape[-2:], dtype=torch.bool, device=k_BUGD.device)
+        hidden_TU = all_TU.triu(1) if kind == "causal" else all_TU.tril(-1)
         scores_BGRTU.masked_fill_(hidden_TU, -torch.inf)
     return scores_BGRTU
 

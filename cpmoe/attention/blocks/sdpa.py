@@ -24,16 +24,17 @@ from cpmoe.attention.blocks.accumulators import (
     SavedForward,
     query_rows,
 )
-from cpmoe.attention.plan import Rectangle
+from cpmoe.attention.reach import Reach
+from cpmoe.attention.rectangles import Rectangle
 
 FLASH_MAX_HEAD_DIM = 256
 FLASH_CAPABILITY = (8, 0)
 
 
 class Kernel(NamedTuple):
-    """forward(q, k, v, causal, scale) -> (out_BTHD, lse_BTH).
+    """forward(q, k, v, kind, scale) -> (out_BTHD, lse_BTH).
 
-    backward(grad_out, q, k, v, out, lse_BTH, causal, scale) -> (dq, dk, dv). q and the like are [B, T, H, D],
+    backward(grad_out, q, k, v, out, lse_BTH, kind, scale) -> (dq, dk, dv). q and the like are [B, T, H, D],
     k and v [B, T, G, D], all with last stride 1.
     """
 
@@ -58,27 +59,27 @@ class SdpaBlocks:
         self,
         q_BTHD: Tensor,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         state: RunningSoftmax,
         scale: float,
     ) -> None:
         kernel = _kernel(q_BTHD)
-        for rectangle in _pieces(rectangles, q_BTHD):
+        for rectangle in _pieces(reach.rectangles, q_BTHD):
             k_BTGD, v_BTGD = (_rows_last(x) for x in block.keys_values(rectangle))
             q_rows_BTHD = _rows_last(q_BTHD[query_rows(rectangle)])
-            out_BTHD, lse_BTH = kernel.forward(q_rows_BTHD, k_BTGD, v_BTGD, rectangle.causal, scale)
+            out_BTHD, lse_BTH = kernel.forward(q_rows_BTHD, k_BTGD, v_BTGD, rectangle.kind, scale)
             state.merge(rectangle, out_BTHD, lse_BTH)
 
     def backward(
         self,
         saved: SavedForward,
         block: KeyValueBlock,
-        rectangles: Sequence[Rectangle],
+        reach: Reach,
         dq: QueryGradient,
         dkv: KeyValueGradient,
     ) -> None:
         kernel = _kernel(saved.q_BTHD)
-        for rectangle in _pieces(rectangles, saved.q_BTHD):
+        for rectangle in _pieces(reach.rectangles, saved.q_BTHD):
             rows = query_rows(rectangle)
             k_BTGD, v_BTGD = (_rows_last(x) for x in block.keys_values(rectangle))
             dq_BTHD, dk_BTGD, dv_BTGD = kernel.backward(
@@ -88,7 +89,7 @@ class SdpaBlocks:
                 v_BTGD,
                 _rows_last(saved.out_BTHD[rows]),
                 saved.lse_BTH[rows],
-                rectangle.causal,
+                rectangle.kind,
                 saved.scale,
             )
             dq.add(rectangle, dq_BTHD)

@@ -1,0 +1,45 @@
+"""Which of a rank's tokens stand in a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TokenRanges:
+    """Which local tokens of a rank stand in a packed buffer: ascending ranges that do not touch."""
+
+    ranges: tuple[Range, ...]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def wire_tokens(self) -> int:
+        """Tokens of a transfer: at least one, since NCCL wants a send and a receive on every rank."""
+        return max(self.num_tokens, 1)
+
+    def place(self, start: int, stop: int) -> int:
+        """Where local tokens [start, stop), all inside one range, begin in the buffer."""
+        offset = 0
+        for range_start, range_stop in self.ranges:
+            if range_start <= start and stop <= range_stop:
+                return offset + start - range_start
+            offset += range_stop - range_start
+        raise AssertionError(f"tokens [{start}, {stop}) are not in {self.ranges}")
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same tokens as ascending ranges that neither overlap nor touch."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
