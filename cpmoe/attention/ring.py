@@ -68,10 +68,12 @@ class _Exchange:
         self._received = sent.new_empty(shape)
         to_rank = dist.get_global_rank(group, transfer.to_rank)
         from_rank = dist.get_global_rank(group, transfer.from_rank)
+        # The receive first: gloo asks for the peer's rows on the connection that our own rows would fill,
+        # and a ring of two would then use its link one way at a time.
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, to_rank, group),
                 dist.P2POp(dist.irecv, self._received, from_rank, group),
+                dist.P2POp(dist.isend, self._sent, to_rank, group),
             ]
         )
 
