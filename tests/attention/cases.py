@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from cpmoe.attention.allgather import allgather_attention
+from cpmoe.attention.layout import padded_length, token_indices
+from cpmoe.attention.mask import CAUSAL, Mask
+from cpmoe.attention.plan import deal_batch
 from cpmoe.attention.ring import ring_attention
-from cpmoe.attention.sharding import padded_length, shard_batch, shard_indices
+from cpmoe.attention.sharding import shard_batch
 from tests.attention.dense import dense_gradients
 
 STRATEGIES = {"ring": ring_attention, "allgather": allgather_attention}
@@ -26,6 +30,7 @@ class Case:
     name: str
     rows: tuple[tuple[int, ...], ...]
     layout: str = "zigzag"
+    mask: Mask = CAUSAL
     strategy: str = "ring"
     backend: str = "sdpa"
     dtype: torch.dtype = torch.float64
@@ -70,12 +75,17 @@ def inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 def expected(case: Case) -> list[Tensor]:
     """[out, dq, dk, dv] of the whole sequence in float64."""
     leaves, grad_out = inputs(case)
-    return list(dense_gradients(leaves, grad_out, documents(case)))
+    return list(dense_gradients(leaves, grad_out, documents(case), case.mask))
 
 
-def local_index(case: Case, rank: int, world_size: int) -> Tensor:
-    seq_len = sum(abs(n) for n in case.rows[0])
-    return shard_indices(padded_length(seq_len, world_size, 1, case.layout), world_size, rank, case.layout)
+def local_indices(case: Case, world_size: int) -> list[Tensor]:
+    """Place of every rank's tokens in the padded sequence."""
+    documents_BS = documents(case)
+    seq_len = documents_BS.shape[1]
+    missing = padded_length(seq_len, world_size, 1, case.layout) - seq_len
+    documents_BS = F.pad(documents_BS, (0, missing), value=-1)
+    segments = deal_batch(documents_BS, world_size, case.layout, 1, (case.mask,))
+    return [torch.from_numpy(token_indices(own)) for own in segments]
 
 
 def _local(x_BSHD: Tensor, index_T: Tensor, case: Case) -> Tensor:
@@ -95,8 +105,8 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     """[out, dq, dk, dv] of this rank's tokens, in the dtypes the product returns."""
     (q, k, v), grad_out = inputs(case) if given is None else given
     documents_BS = documents(case)
-    shard = shard_batch(*[documents_BS] * 4, world_size, rank, case.layout)
-    index_T = local_index(case, rank, world_size)
+    shard = shard_batch(*[documents_BS] * 4, world_size, rank, case.layout, masks={"layer": case.mask})
+    index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
     out = STRATEGIES[case.strategy](*leaves, shard.plan, *groups, case.backend)
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
@@ -119,21 +129,22 @@ def gathered(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     world_size = len(parts)
     seq_len = sum(abs(n) for n in case.rows[0])
     whole = []
+    indices = local_indices(case, world_size)
     for tensors in zip(*parts, strict=True):
         full = torch.full(
             (tensors[0].shape[0], padded_length(seq_len, world_size, 1, case.layout), *tensors[0].shape[2:]),
             torch.nan,
             dtype=tensors[0].dtype,
         )
-        for rank, tensor in enumerate(tensors):
-            full[:, local_index(case, rank, world_size)] = tensor
+        for index_T, tensor in zip(indices, tensors, strict=True):
+            full[:, index_T] = tensor
         assert torch.equal(full[:, seq_len:], torch.zeros_like(full[:, seq_len:]))
         whole.append(full[:, :seq_len])
     return whole
 
 
 def everywhere(cases: list[Case]) -> list[Case]:
-    """Each case with every pair of layout, strategy and backend."""
+    """Each case in every layout, with every pair of strategy and backend."""
     return [
         replace(case, layout=layout, strategy=strategy, backend=backend)
         for case in cases
@@ -142,6 +153,8 @@ def everywhere(cases: list[Case]) -> list[Case]:
             ("zigzag", "allgather", "reference"),
             ("contiguous", "ring", "reference"),
             ("contiguous", "allgather", "sdpa"),
+            ("striped", "ring", "sdpa"),
+            ("balanced", "ring", "reference"),
         )
     ]
 

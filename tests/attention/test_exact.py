@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cpmoe.attention.layout import LAYOUTS
+from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.ring import ring_attention
 from cpmoe.attention.sharding import shard_batch
 from tests.attention.cases import (
@@ -44,6 +46,7 @@ def _grid(world_size: int) -> list[Case]:
             Case("lse-gap", ((seq_len,), (seq_len - 9, 9)), gap_tokens=chunk),
             Case("multi-query", ((seq_len,),), num_heads=3, num_kv_heads=1),
             Case("equal-heads", ((seq_len - 1,),), num_heads=2, num_kv_heads=2, head_dim=5),
+            *_masked(world_size),
         ]
     )
     documents_ = ((seq_len // 2 + 3, seq_len // 2 - 3), (seq_len - 4, -4))
@@ -52,7 +55,30 @@ def _grid(world_size: int) -> list[Case]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for strategy, backend in (("ring", "sdpa"), ("ring", "reference"), ("allgather", "sdpa"))
     ]
+    window = Mask(window=(9, None), num_sinks=2)
+    rounded += [
+        Case("rounded-window", documents_, layout, window, dtype=dtype, head_dim=16)
+        for layout, dtype in (("striped", torch.bfloat16), ("balanced", torch.float16))
+    ]
     return exact + rounded
+
+
+def _masked(world_size: int) -> list[Case]:
+    """Windows shorter and longer than a chunk, over documents that end in chunks and at rank edges."""
+    seq_len = 12 * world_size
+    edge = seq_len // max(world_size, 2)
+    rows = ((edge, seq_len - edge - 5, 5), (seq_len,))
+    padded = ((seq_len - 9, -2, 7), (3, -1, seq_len - 4))
+    return [
+        Case("itself-only", rows, mask=Mask(window=(0, None))),
+        Case("window-4", rows, mask=Mask(window=(4, None))),
+        Case("window-8-sinks", rows, mask=Mask(window=(8, None), num_sinks=3), num_heads=2, num_kv_heads=1),
+        Case("window-3-padding", padded, mask=Mask(window=(3, None), num_sinks=1)),
+        Case("bidirectional", padded, mask=Mask(causal=False)),
+        Case("two-sided", rows, mask=Mask(causal=False, window=(5, 2))),
+        Case("two-sided-sinks", padded, mask=Mask(causal=False, window=(2, 7), num_sinks=4)),
+        Case("ahead", rows, mask=Mask(causal=False, window=(1, None))),
+    ]
 
 
 LONG = [
@@ -60,7 +86,15 @@ LONG = [
     Case("length-698", ((300, 398),), layout="contiguous", num_heads=2, num_kv_heads=1, dtype=torch.float32),
     Case("length-2999", ((2999,),), num_heads=1, num_kv_heads=1, dtype=torch.float32),
 ]
-GRIDS = {world_size: _grid(world_size) + (LONG if world_size == 4 else []) for world_size in WORLD_SIZES}
+WINDOW = Mask(window=(300, None), num_sinks=20)
+# Windows whose triangles the CPU kernel halves.
+LONG_WINDOWS = [
+    Case("window-300", ((1400,),), num_heads=2, num_kv_heads=1, mask=WINDOW, layout=layout)
+    for layout in ("contiguous", "zigzag", "striped")
+]
+GRIDS = {world_size: _grid(world_size) for world_size in WORLD_SIZES}
+GRIDS[2] += LONG_WINDOWS
+GRIDS[4] += LONG
 
 
 @cache
@@ -79,7 +113,7 @@ def _one_process(case: Case) -> list[torch.Tensor]:
     leaves = [x.to(case.dtype).requires_grad_() for x in (q, k, v)]
     documents_BS = documents(case)
     padding_BS = documents_BS < 0
-    visible = dense_mask(documents_BS) | (
+    visible = dense_mask(documents_BS, case.mask) | (
         torch.eye(documents_BS.shape[1], dtype=torch.bool) & padding_BS[..., None]
     )
     out = F.scaled_dot_product_attention(
@@ -131,32 +165,43 @@ def test_the_gap_case_has_a_gap():
     assert (gaps.diff(dim=0) > 0).any() and (gaps.diff(dim=0) < 0).any(), "some rise, some fall"
 
 
-PERTURBED = Case("perturbed", ((9, 1, 20, 18),), num_heads=2, num_kv_heads=1)
+PERTURBED = [
+    Case("perturbed", ((9, 1, 20, 18),), layout, mask, num_heads=2, num_kv_heads=1)
+    for layout in LAYOUTS
+    for mask in (CAUSAL, Mask(causal=False), Mask(window=(7, None), num_sinks=2))
+]
 PERTURBED_DOCUMENT, PERTURBED_TOKEN = 2, 17
 
 
 def _perturb(rank: int, world_size: int):
     groups = make_groups(world_size)
-    (q, k, v), grad_out = inputs(PERTURBED)
-    changed = []
-    for x in (q, k, v, grad_out):
-        x = x.clone()
-        x[:, PERTURBED_TOKEN] += 1.0
-        changed.append(x)
-    return [
-        run_case(PERTURBED, rank, world_size, groups, given)
-        for given in (((q, k, v), grad_out), (tuple(changed[:3]), changed[3]))
-    ]
+    results = []
+    for case in PERTURBED:
+        (q, k, v), grad_out = inputs(case)
+        changed = []
+        for x in (q, k, v, grad_out):
+            x = x.clone()
+            x[:, PERTURBED_TOKEN] += 1.0
+            changed.append(x)
+        pairs = ((q, k, v), grad_out), (tuple(changed[:3]), changed[3])
+        results.append([run_case(case, rank, world_size, groups, given) for given in pairs])
+    return results
 
 
-def test_a_token_changes_its_own_document_only():
-    """To the bit: forward and backward of every other document stay as they were."""
-    per_rank = run_distributed(_perturb, 4)
-    before, after = (gathered(PERTURBED, [parts[i] for parts in per_rank]) for i in (0, 1))
-    own = documents(PERTURBED)[0] == PERTURBED_DOCUMENT
+_perturbed = cache(lambda: run_distributed(_perturb, 4))
+
+
+@pytest.mark.parametrize("index", range(len(PERTURBED)), ids=lambda index: f"{PERTURBED[index]}")
+def test_a_token_changes_what_sees_it_only(index: int):
+    """To the bit: other documents, and queries whose window is elsewhere, stay as they were."""
+    case, per_rank = PERTURBED[index], [parts[index] for parts in _perturbed()]
+    before, after = (gathered(case, [parts[i] for parts in per_rank]) for i in (0, 1))
+    own = documents(case)[0] == PERTURBED_DOCUMENT
     for name, x, y in zip(NAMES, before, after, strict=True):
         assert torch.equal(x[:, ~own], y[:, ~own]), name
         assert not torch.equal(x[:, own], y[:, own]), name
+    sees = dense_mask(documents(case), case.mask)[0, :, PERTURBED_TOKEN]
+    assert torch.equal((before[0] != after[0]).flatten(2).any(-1)[0], sees)
 
 
 MANY = Case("many", ((1, 2, 3, 2) * 2500,), num_heads=1, num_kv_heads=1)

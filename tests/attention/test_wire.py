@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from cpmoe.attention.mask import Mask
 from tests.attention.cases import Case, make_groups, run_case
 from tests.distributed import run_distributed
 
@@ -63,6 +64,25 @@ def test_two_ranks():
     # Nobody needs the later rank: it sends the one token that keeps the exchange symmetric.
     assert _tokens(first[4]["ring"]) == [16] and _tokens(second[4]["ring"]) == [1]
     assert _tokens(first[4]["ring_grad"]) == [1] and _tokens(second[4]["ring_grad"]) == [16]
+
+
+def test_a_window_sends_what_it_reaches():
+    """Four tokens over each edge between ranks, to the rank behind it alone, and dKV of them back."""
+    cases = [
+        Case("window", ((32,),), mask=Mask(window=(4, None))),
+        Case("sinks", ((32,),), mask=Mask(window=(4, None), num_sinks=2)),
+        Case("two-sided", ((32,),), mask=Mask(causal=False, window=(4, 3)), layout="contiguous"),
+    ]
+    first, second = run_distributed(_count, 2, cases)
+    assert _tokens(first[0]["ring"]) == _tokens(second[0]["ring"]) == [4]
+    assert _tokens(first[0]["ring_grad"]) == _tokens(second[0]["ring_grad"]) == [4]
+    # The first two tokens are rank 0's.
+    assert _tokens(first[1]["ring"]) == [6] and _tokens(second[1]["ring"]) == [4]
+    assert _tokens(first[2]["ring"]) == [4] and _tokens(second[2]["ring"]) == [3]
+    # Chunks 0 to 7 of zigzag lie on ranks 0 1 2 3 3 2 1 0: up to rank 3 at distance 1, down from it at 3.
+    counts = run_distributed(_count, 4, [Case("window", ((64,),), mask=Mask(window=(4, None)))])
+    assert [_tokens(window["ring"]) for (window,) in counts] == [[4, 1, 1], [4, 4, 4], [4, 4, 4], [1, 4, 4]]
+    assert [_tokens(window["ring_grad"]) for (window,) in counts] == [[1, 4], [4, 4], [4, 4], [4, 1]]
 
 
 def test_four_ranks():
