@@ -29,7 +29,7 @@ AXES = ("ep", "cp", "dp")
 class AttentionConfig(Block):
     """How attention over the sharded sequence is computed."""
 
-    backend: Literal["auto", "reference", "sdpa"] = "auto"
+    backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32"] = "auto"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
 

@@ -58,7 +58,7 @@ def test_text_with_equals_signs_and_colons(files):
         (
             "cpmoe.attention.backend=flash",
             'cpmoe.attention.backend = "flash": is none of the legal choices; '
-            'legal: "auto", "reference", "sdpa"',
+            'legal: "auto", "reference", "sdpa", "triton", "triton_tf32"',
         ),
         (
             "deepspeed.zero_optimization.stage=4",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from cpmoe.attention.blocks.accumulators import (
@@ -21,6 +20,7 @@ from cpmoe.attention.blocks.accumulators import (
 )
 from cpmoe.attention.blocks.reference import ReferenceBlocks
 from cpmoe.attention.blocks.sdpa import SdpaBlocks
+from cpmoe.attention.blocks.triton import TritonBlocks
 from cpmoe.attention.reach import Reach
 
 __all__ = [
@@ -60,12 +60,18 @@ class BlockBackend(Protocol):
         """Adds the gradients of the same to `dq` and `dkv`."""
 
 
-_BACKENDS: dict[str, BlockBackend] = {"reference": ReferenceBlocks(), "sdpa": SdpaBlocks()}
+_BACKENDS: dict[str, BlockBackend] = {
+    "reference": ReferenceBlocks(),
+    "sdpa": SdpaBlocks(),
+    "triton": TritonBlocks("ieee"),
+    "triton_tf32": TritonBlocks("tf32"),
+}
 BACKENDS = ("auto", *_BACKENDS)
 
 
 def select_backend(name: str, q_BTHD: Tensor, k_BTGD: Tensor) -> BlockBackend:
-    """The backend `name` for such inputs; `auto` is sdpa, or reference where sdpa cannot (float64 on CUDA).
+    """The backend `name` for such inputs; `auto` is the first that can: on CUDA of triton, sdpa, reference,
+    elsewhere of sdpa, reference.
 
     Raises ValueError for an unknown name, and for inputs the named backend does not support, with those
     that do.
@@ -73,11 +79,13 @@ def select_backend(name: str, q_BTHD: Tensor, k_BTGD: Tensor) -> BlockBackend:
     if name not in BACKENDS:
         raise ValueError(f"attention.backend = {name!r}: must be one of {', '.join(BACKENDS)}")
     if name == "auto":
-        name = "reference" if q_BTHD.is_cuda and q_BTHD.dtype == torch.float64 else "sdpa"
+        ladder = ("triton", "sdpa") if q_BTHD.is_cuda else ("sdpa",)
+        able = (name for name in ladder if _BACKENDS[name].unsupported(q_BTHD, k_BTGD) is None)
+        name = next(able, "reference")
     reason = _BACKENDS[name].unsupported(q_BTHD, k_BTGD)
     if reason is not None:
-        able = [other for other, it in _BACKENDS.items() if it.unsupported(q_BTHD, k_BTGD) is None]
+        others = [other for other, it in _BACKENDS.items() if it.unsupported(q_BTHD, k_BTGD) is None]
         raise ValueError(
-            f"attention.backend = {name!r}: {reason}; backends that can: {', '.join(able) or 'none'}"
+            f"attention.backend = {name!r}: {reason}; backends that can: {', '.join(others) or 'none'}"
         )
     return _BACKENDS[name]

@@ -108,6 +108,17 @@ class RunningSoftmax:
         """(out_BTHD, lse_BTH), in the accumulation dtype."""
         return self._tensors()
 
+    def storage(self) -> tuple[Tensor, Tensor, bool]:
+        """(out_BTHD, lse_BTH, continues) for a backend that merges in place.
+
+        Both contiguous. Where `continues` is False they are uninitialised, and the backend writes every row.
+        """
+        if self._out_BTHD is not None and self._lse_BTH is not None:
+            return self._out_BTHD, self._lse_BTH, True
+        self._out_BTHD = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        self._lse_BTH = torch.empty(self._shape[:-1], dtype=self._dtype, device=self._device)
+        return self._out_BTHD, self._lse_BTH, False
+
     def _tensors(self) -> tuple[Tensor, Tensor]:
         if self._out_BTHD is None or self._lse_BTH is None:
             self._out_BTHD = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
@@ -137,12 +148,16 @@ class SavedForward:
 
 
 class QueryGradient:
-    """dQ of all local queries, [B, T, H, D] in the accumulation dtype."""
+    """dQ of all local queries, [B, T, H, D] in the accumulation dtype.
+
+    delta_BTH  rowsum(dO · O), kept for the next block by a backend that computes it with a kernel of its own
+    """
 
     def __init__(self, q_BTHD: Tensor) -> None:
         self._shape = q_BTHD.shape
         self._dtype, self._device = accumulation_dtype(q_BTHD.dtype), q_BTHD.device
         self._sum_BTHD: Tensor | None = None
+        self.delta_BTH: Tensor | None = None
 
     def add(self, rectangle: Rectangle, dq_BTHD: Tensor) -> None:
         """Adds one rectangle's dQ; may keep the tensor it is given."""
@@ -156,19 +171,27 @@ class QueryGradient:
             self._sum_BTHD = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._sum_BTHD
 
+    def storage(self) -> tuple[Tensor, bool]:
+        """(dq_BTHD, continues) for a backend that adds in place; as in `RunningSoftmax.storage`."""
+        if self._sum_BTHD is not None:
+            return self._sum_BTHD, True
+        self._sum_BTHD = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._sum_BTHD, False
+
 
 class KeyValueGradient:
     """dK and dV of one block in the accumulation dtype; `tokens` are the source's local tokens it holds."""
 
     def __init__(self, tokens: TokenRanges, batch_size: int, k_BTGD: Tensor) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._shape = (batch_size, tokens.wire_tokens, *k_BTGD.shape[2:])
         self._dtype, self._device = accumulation_dtype(k_BTGD.dtype), k_BTGD.device
         self._sums: tuple[Tensor, Tensor] | None = None
+        self._packed: Tensor | None = None
 
     def add(self, rectangle: Rectangle, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
         """Adds one rectangle's dK and dV; may keep the tensors it is given."""
-        start = self._tokens.place(rectangle.k_start, rectangle.k_stop)
+        start = self.tokens.place(rectangle.k_start, rectangle.k_stop)
         self._add(slice(rectangle.batch_start, rectangle.batch_stop), start, dk_BTGD, dv_BTGD)
 
     def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
@@ -176,19 +199,34 @@ class KeyValueGradient:
         offset = 0
         for start, stop in tokens.ranges:
             dk_BTGD, dv_BTGD = packed[:, :, offset : offset + stop - start]
-            self._add(slice(None), self._tokens.place(start, stop), dk_BTGD, dv_BTGD)
+            self._add(slice(None), self.tokens.place(start, stop), dk_BTGD, dv_BTGD)
             offset += stop - start
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(dk_BTGD, dv_BTGD)"""
         if self._sums is None:
-            packed = torch.zeros((2, *self._shape), dtype=self._dtype, device=self._device)
-            self._sums = packed[0], packed[1]
+            self._packed = torch.zeros((2, *self._shape), dtype=self._dtype, device=self._device)
+            self._sums = self._packed[0], self._packed[1]
         return self._sums
+
+    def storage(self, covers_all: bool) -> tuple[Tensor, Tensor, bool]:
+        """(dk_BTGD, dv_BTGD, continues) for a backend that adds in place.
+
+        As in `RunningSoftmax.storage`, but zeros instead of uninitialised unless the backend `covers_all`
+        tokens.
+        """
+        if self._sums is not None:
+            return *self._sums, True
+        if not covers_all:
+            return *self.result(), True
+        self._packed = torch.empty((2, *self._shape), dtype=self._dtype, device=self._device)
+        self._sums = self._packed[0], self._packed[1]
+        return *self._sums, False
 
     def packed(self) -> Tensor:
         """Both in one contiguous buffer [2, B, T, G, D]."""
-        return torch.stack(self.result())
+        sums = self.result()
+        return torch.stack(sums) if self._packed is None else self._packed
 
     def _add(self, rows: slice, start: int, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
         if self._sums is None and dk_BTGD.shape == self._shape:

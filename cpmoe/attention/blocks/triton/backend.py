@@ -1,0 +1,122 @@
+"""Blocks through the kernels of this package, which continue the running sums in place.
+
+Shape letters: B batch, T queries, U keys, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpmoe.attention.blocks.accumulators import (
+    KeyValueBlock,
+    KeyValueGradient,
+    QueryGradient,
+    RunningSoftmax,
+    SavedForward,
+)
+from cpmoe.attention.blocks.triton.configs import MAX_WIDTH, architecture_of
+from cpmoe.attention.ranges import TokenRanges
+from cpmoe.attention.reach import Reach
+from cpmoe.attention.spans import spans_of_reach
+
+if TYPE_CHECKING:
+    from cpmoe.attention.blocks.triton.launch import Problem
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU; decided before they are first imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class TritonBlocks:
+    """`float32`: how float32 inputs are multiplied: exactly, or fast with tf32's 10 bits of mantissa."""
+
+    float32: Literal["ieee", "tf32"] = "ieee"
+
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        device = q_BTHD.device.type
+        if device != ("cpu" if interpreted() else "cuda"):
+            return (
+                f"device {device} has no Triton kernels (cuda has, and cpu where TRITON_INTERPRET=1 was set)"
+            )
+        if q_BTHD.dtype not in DTYPES:
+            return f"{q_BTHD.dtype} is not one of bfloat16, float16, float32"
+        if max(q_BTHD.shape[-1], k_BTGD.shape[-1]) > MAX_WIDTH:
+            return f"head size {q_BTHD.shape[-1]} is more than {MAX_WIDTH}"
+        return None
+
+    def forward(
+        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, state: RunningSoftmax, scale: float
+    ) -> None:
+        self._problem(q_BTHD, block, reach, scale).forward(*state.storage()).run()
+
+    def backward(
+        self,
+        saved: SavedForward,
+        block: KeyValueBlock,
+        reach: Reach,
+        dq: QueryGradient,
+        dkv: KeyValueGradient,
+    ) -> None:
+        from cpmoe.attention.blocks.triton.launch import delta
+
+        grad_out_BTHD, lse_BTH = _rows_last(saved.grad_out_BTHD), saved.lse_BTH
+        if dq.delta_BTH is None:
+            dq.delta_BTH = torch.empty_like(lse_BTH)
+            delta(grad_out_BTHD, saved.out_BTHD, dq.delta_BTH).run()
+        problem = self._problem(saved.q_BTHD, block, reach, saved.scale)
+        problem.dq(grad_out_BTHD, lse_BTH, dq.delta_BTH, *dq.storage()).run()
+        places_U, covers_all = _places(block.tokens, dkv.tokens, lse_BTH.device)
+        dk_BTGD, dv_BTGD, continues = dkv.storage(covers_all)
+        sums = dk_BTGD, dv_BTGD, places_U, continues
+        problem.dkv(grad_out_BTHD, lse_BTH, dq.delta_BTH, *sums).run()
+
+    def _problem(self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, scale: float) -> Problem:
+        from cpmoe.attention.blocks.triton.launch import Problem
+
+        if scale <= 0:
+            raise ValueError(f"scale = {scale}: must be above 0 for the triton backend")
+        return Problem(
+            _rows_last(q_BTHD),
+            _rows_last(block.k_BTGD),
+            _rows_last(block.v_BTGD),
+            spans_of_reach(reach, block.tokens),
+            scale,
+            softcap=0.0,
+            precision=self.float32,
+            architecture=architecture_of(q_BTHD.device),
+        )
+
+
+def _rows_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache(maxsize=256)
+def _places(tokens: TokenRanges, sums: TokenRanges, device: torch.device) -> tuple[Tensor, bool]:
+    """(places, covers all): where each token of a KV buffer stands in the sums, int32 [U], or -1.
+
+    And whether every token of the sums has such a place.
+    """
+    places_U = torch.full((tokens.wire_tokens,), -1, dtype=torch.int32)
+    local_U, local_sums = (_local_tokens(x) for x in (tokens, sums))
+    found, at, place = np.intersect1d(local_U, local_sums, assume_unique=True, return_indices=True)
+    places_U[torch.from_numpy(at)] = torch.from_numpy(place.astype(np.int32))
+    return places_U.to(device), len(found) == sums.wire_tokens
+
+
+def _local_tokens(tokens: TokenRanges) -> np.ndarray:
+    return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in tokens.ranges)])

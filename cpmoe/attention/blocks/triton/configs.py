@@ -1,0 +1,110 @@
+"""Tile sizes, warps and pipeline stages by architecture, head size and dtype: a table, no tuning at run time.
+
+Every entry is compiled ahead for its architecture in the tests (compile.py) and must not spill registers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+KernelName = Literal["forward", "dq", "dkv"]
+Architecture = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
+
+
+class Tiles(NamedTuple):
+    """A tile has `block_m` query rows and `block_n` keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (kernel, widest padded head size up to which the entry holds) -> tiles; 16-bit inputs.
+_HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
+    "sm_80": {
+        ("forward", 64): Tiles(128, 64, 4, 3),
+        ("forward", 128): Tiles(128, 64, 8, 2),
+        ("forward", 256): Tiles(64, 32, 4, 2),
+        ("dq", 64): Tiles(128, 64, 8, 2),
+        ("dq", 128): Tiles(64, 64, 4, 2),
+        ("dq", 256): Tiles(64, 32, 8, 1),
+        ("dkv", 64): Tiles(64, 64, 4, 2),
+        ("dkv", 128): Tiles(64, 64, 8, 2),
+        ("dkv", 256): Tiles(32, 32, 8, 1),
+    },
+    "sm_90": {
+        ("forward", 64): Tiles(128, 128, 4, 3),
+        ("forward", 128): Tiles(128, 128, 8, 2),
+        ("forward", 256): Tiles(128, 64, 8, 2),
+        ("dq", 64): Tiles(128, 128, 8, 2),
+        ("dq", 128): Tiles(128, 64, 8, 2),
+        ("dq", 256): Tiles(64, 64, 8, 1),
+        ("dkv", 64): Tiles(64, 128, 8, 2),
+        ("dkv", 128): Tiles(64, 128, 8, 2),
+        ("dkv", 256): Tiles(64, 64, 8, 1),
+    },
+    "sm_100": {
+        ("forward", 64): Tiles(128, 128, 4, 3),
+        ("forward", 128): Tiles(128, 128, 8, 2),
+        ("forward", 256): Tiles(128, 64, 8, 2),
+        ("dq", 64): Tiles(128, 128, 8, 2),
+        ("dq", 128): Tiles(128, 64, 8, 2),
+        ("dq", 256): Tiles(64, 64, 8, 1),
+        ("dkv", 64): Tiles(64, 128, 8, 2),
+        ("dkv", 128): Tiles(64, 128, 8, 2),
+        ("dkv", 256): Tiles(64, 64, 8, 1),
+    },
+    "gfx942": {
+        ("forward", 64): Tiles(128, 64, 4, 2),
+        ("forward", 128): Tiles(128, 64, 8, 1),
+        ("forward", 256): Tiles(64, 32, 4, 1),
+        ("dq", 64): Tiles(128, 64, 8, 1),
+        ("dq", 128): Tiles(64, 32, 4, 1),
+        ("dq", 256): Tiles(64, 32, 8, 1),
+        ("dkv", 64): Tiles(64, 64, 4, 1),
+        ("dkv", 128): Tiles(32, 64, 8, 1),
+        ("dkv", 256): Tiles(32, 32, 8, 1),
+    },
+}
+
+# float32 products run without matrix units where they are exact, so tiles are small, the same everywhere.
+_SINGLE: dict[tuple[KernelName, int], Tiles] = {
+    ("forward", 64): Tiles(64, 32, 4, 2),
+    ("forward", 128): Tiles(32, 32, 4, 2),
+    ("forward", 256): Tiles(32, 32, 8, 1),
+    ("dq", 64): Tiles(32, 32, 4, 2),
+    ("dq", 128): Tiles(32, 32, 8, 1),
+    ("dq", 256): Tiles(16, 16, 4, 1),
+    ("dkv", 64): Tiles(32, 32, 4, 2),
+    ("dkv", 128): Tiles(32, 32, 8, 1),
+    ("dkv", 256): Tiles(16, 16, 8, 1),
+}
+
+# Small, so that short sequences have several tiles, unlike each other, so that nothing mixes them up.
+_INTERPRETER = Tiles(64, 32, 4, 1)
+DELTA = Tiles(64, 1, 4, 1)
+
+
+def tiles_for(kernel: KernelName, architecture: Architecture, width: int, dtype: torch.dtype) -> Tiles:
+    """The entry for heads padded to `width`, the larger of QK's and V's."""
+    if architecture == "interpreter":
+        return _INTERPRETER
+    table = _SINGLE if dtype == torch.float32 else _HALF[architecture]
+    limit = min(limit for name, limit in table if name == kernel and limit >= width)
+    return table[kernel, limit]
+
+
+MAX_WIDTH = max(limit for _, limit in _SINGLE)
+
+
+def architecture_of(device: torch.device) -> Architecture:
+    """The table's row for a device: sm_80's, which asks least, for NVIDIA devices that have none."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx942"
+    capability = torch.cuda.get_device_capability(device)
+    return {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "sm_80")  # type: ignore[return-value]

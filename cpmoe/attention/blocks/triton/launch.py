@@ -1,0 +1,216 @@
+"""From tensors to kernel calls: arguments, grid and configuration, for running and for compiling ahead.
+
+Shape letters: B batch, T queries, U keys, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from cpmoe.attention.blocks.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from cpmoe.attention.blocks.triton.configs import DELTA, Architecture, KernelName, Tiles, tiles_for
+from cpmoe.attention.blocks.triton.forward import forward_kernel
+from cpmoe.attention.blocks.triton.tiles import TileLists, bounds_tensor, tile_lists
+from cpmoe.attention.spans import KeySpans
+
+# Which query heads of one KV head share a tile: enough for the tiles of short documents to be full.
+MAX_PACK = 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call. `arguments` and `constants` together are the kernel's parameters."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    tiles: Tiles
+
+    def run(self) -> None:
+        if 0 not in self.grid:
+            self.kernel[self.grid](
+                **self.arguments,
+                **self.constants,
+                num_warps=self.tiles.num_warps,
+                num_stages=self.tiles.num_stages,
+            )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all kernels of one hop share.
+
+    q [B, T, H, D], k [B, U, G, D], v [B, U, G, Dv], last stride 1. `precision`: how float32 is multiplied,
+    ieee or tf32. `softcap`: scores become softcap · tanh(score / softcap); 0 for none.
+    """
+
+    q_BTHD: Tensor
+    k_BUGD: Tensor
+    v_BUGD: Tensor
+    spans: KeySpans
+    scale: float
+    softcap: float
+    precision: str
+    architecture: Architecture
+
+    def forward(self, out_BTHD: Tensor, lse_BTH: Tensor, continues: bool) -> Launch:
+        """Continues `out` and `lse` (float32, contiguous), or writes all of them."""
+        tiles, pack = self._tiles("forward"), self._pack()
+        lists = self._lists(tiles, pack, by_key=False)
+        arguments = {
+            **self._inputs(),
+            "out_ptr": out_BTHD,
+            "lse_ptr": lse_BTH,
+            **self._visits(lists),
+            **self._strides(),
+            **self._sizes(lists),
+        }
+        grid = self._grid_of_queries(lists, pack, continues)
+        return Launch(forward_kernel, grid, arguments, self._constants(tiles, continues, pack), tiles)
+
+    def dq(self, grad_out_BTHD: Tensor, lse_BTH: Tensor, delta_BTH: Tensor, dq: Tensor, continues: bool):
+        """Adds to `dq` (float32, contiguous), or writes all of it."""
+        tiles, pack = self._tiles("dq"), self._pack()
+        lists = self._lists(tiles, pack, by_key=False)
+        arguments = {
+            **self._inputs(),
+            "grad_out_ptr": grad_out_BTHD,
+            "lse_ptr": lse_BTH,
+            "delta_ptr": delta_BTH,
+            "dq_ptr": dq,
+            **self._visits(lists),
+            **self._strides(),
+            **_strides_of("grad_out", grad_out_BTHD, "h"),
+            **self._sizes(lists),
+        }
+        grid = self._grid_of_queries(lists, pack, continues)
+        return Launch(dq_kernel, grid, arguments, self._constants(tiles, continues, pack), tiles)
+
+    def dkv(
+        self,
+        grad_out_BTHD: Tensor,
+        lse_BTH: Tensor,
+        delta_BTH: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        places_U: Tensor,
+        continues: bool,
+    ) -> Launch:
+        """Adds to `dk`, `dv` (float32, contiguous) at the tokens `places`, or writes all of those."""
+        tiles = self._tiles("dkv")
+        lists = self._lists(tiles, 1, by_key=True)
+        arguments = {
+            **self._inputs(),
+            "grad_out_ptr": grad_out_BTHD,
+            "lse_ptr": lse_BTH,
+            "delta_ptr": delta_BTH,
+            "dk_ptr": dk,
+            "dv_ptr": dv,
+            "places_ptr": places_U,
+            **self._visits(lists),
+            **self._strides(),
+            **_strides_of("grad_out", grad_out_BTHD, "h"),
+            **self._sizes(lists),
+            "num_sums": dk.shape[1],
+            "num_kv_heads": self.k_BUGD.shape[2],
+        }
+        num_tiles = lists.num_active if continues else len(lists.order)
+        grid = (num_tiles, self.k_BUGD.shape[2])
+        return Launch(dkv_kernel, grid, arguments, self._constants(tiles, continues), tiles)
+
+    def _tiles(self, kernel: KernelName) -> Tiles:
+        width = max(_width(self.q_BTHD), _width(self.v_BUGD))
+        return tiles_for(kernel, self.architecture, width, self.q_BTHD.dtype)
+
+    def _pack(self) -> int:
+        group = self._group()
+        return min(group & -group, MAX_PACK)
+
+    def _group(self) -> int:
+        return self.q_BTHD.shape[2] // self.k_BUGD.shape[2]
+
+    def _lists(self, tiles: Tiles, pack: int, by_key: bool) -> TileLists:
+        return tile_lists(self.spans, tiles.block_m // pack, tiles.block_n, by_key, self.q_BTHD.device)
+
+    def _grid_of_queries(self, lists: TileLists, pack: int, continues: bool) -> tuple[int, int]:
+        return lists.num_active if continues else len(lists.order), self.q_BTHD.shape[2] // pack
+
+    def _inputs(self) -> dict[str, Tensor]:
+        return {"q_ptr": self.q_BTHD, "k_ptr": self.k_BUGD, "v_ptr": self.v_BUGD}
+
+    def _visits(self, lists: TileLists) -> dict[str, Tensor]:
+        return {
+            "bounds_ptr": bounds_tensor(self.spans, self.q_BTHD.device),
+            "order_ptr": lists.order,
+            "offsets_ptr": lists.offsets,
+            "runs_ptr": lists.runs,
+        }
+
+    def _strides(self) -> dict[str, int]:
+        return {
+            **_strides_of("q", self.q_BTHD, "h"),
+            **_strides_of("k", self.k_BUGD, "g"),
+            **_strides_of("v", self.v_BUGD, "g"),
+        }
+
+    def _sizes(self, lists: TileLists) -> dict[str, int | float]:
+        batch_size, num_queries, num_heads, _ = self.q_BTHD.shape
+        return {
+            "num_queries": num_queries,
+            "num_keys": self.k_BUGD.shape[1],
+            "num_heads": num_heads,
+            "tiles_per_row": lists.tiles_per_row,
+            "bounds_size": batch_size * num_queries,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
+
+    def _constants(self, tiles: Tiles, continues: bool, pack: int | None = None) -> dict[str, Any]:
+        packing = {} if pack is None else {"PACK": pack}
+        return {
+            "GROUP": self._group(),
+            **packing,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "SIZE_QK": self.q_BTHD.shape[3],
+            "SIZE_V": self.v_BUGD.shape[3],
+            "WIDTH_QK": _width(self.q_BTHD),
+            "WIDTH_V": _width(self.v_BUGD),
+            "CONTINUES": continues,
+            "SINKS": self.spans.sink_start_BT is not None,
+            "SOFTCAP": self.softcap > 0,
+            "PRECISION": self.precision,
+            "UPCAST": self.architecture == "interpreter" and self.q_BTHD.dtype == torch.bfloat16,
+        }
+
+
+def delta(grad_out_BTHD: Tensor, out_BTHD: Tensor, delta_BTH: Tensor) -> Launch:
+    """Writes rowsum(dO · O) to `delta` (float32, contiguous)."""
+    batch_size, num_queries, num_heads, size = out_BTHD.shape
+    arguments = {
+        "grad_out_ptr": grad_out_BTHD,
+        "out_ptr": out_BTHD,
+        "delta_ptr": delta_BTH,
+        **_strides_of("grad_out", grad_out_BTHD, "h"),
+        **_strides_of("out", out_BTHD, "h"),
+        "num_queries": num_queries,
+        "num_heads": num_heads,
+    }
+    constants = {"BLOCK_M": DELTA.block_m, "SIZE_V": size, "WIDTH_V": _width(out_BTHD)}
+    grid = (triton.cdiv(num_queries, DELTA.block_m), batch_size * num_heads)
+    return Launch(delta_kernel, grid, arguments, constants, DELTA)
+
+
+def _width(x: Tensor) -> int:
+    """The head size as the power of 2 that a product wants, at least 16."""
+    return max(16, triton.next_power_of_2(x.shape[3]))
+
+
+def _strides_of(name: str, x: Tensor, head_letter: str) -> dict[str, int]:
+    return {f"{name}_stride_{axis}": x.stride(i) for i, axis in enumerate(("b", "t", head_letter))}
