@@ -47,3 +47,15 @@ def records(run: Path, kind: str) -> list[dict]:
     """The records of one kind, train or eval, in a run's metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def train(rank: int, world_size: int, recipe: Path, deepspeed: Path | None, overrides: list[str]) -> str:
+    """On a rank of `run_distributed`, without a launcher: trains to the end; returns the run's dtype."""
+    from cpmoe.config.resolve import load_run
+    from cpmoe.training.engine import init_distributed
+    from cpmoe.training.trainer import Trainer
+    from recipes.pretrain import prepare_data
+
+    run, prepared = prepare_data(load_run(recipe, deepspeed, overrides, world_size))
+    Trainer(run, prepared, init_distributed()).train()
+    return run.dtype

@@ -8,21 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.launch.support import JSONS, RECIPES, records, tiny
+from tests.launch.support import JSONS, RECIPES, records, tiny, train
 
 WORLD_SIZE = 2
-
-
-def train(rank: int, world_size: int, recipe: Path, deepspeed: Path | None, overrides: list[str]) -> str:
-    """Trains to the end; returns the run's dtype."""
-    from cpmoe.config.resolve import load_run
-    from cpmoe.training.engine import init_distributed
-    from cpmoe.training.trainer import Trainer
-    from recipes.pretrain import prepare_data
-
-    run, prepared = prepare_data(load_run(recipe, deepspeed, overrides, world_size))
-    Trainer(run, prepared, init_distributed()).train()
-    return run.dtype
 
 
 @pytest.fixture(scope="module")

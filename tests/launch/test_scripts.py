@@ -43,6 +43,20 @@ def test_multinode_names_the_line_that_deepspeed_cannot_read(tmp_path: Path, lin
     assert f"{tmp_path / '.deepspeed_env'} line 2 holds no" in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "launch/two_hosts.sh [--rate 1gbit]"),
+        (["--plain"], "launch/two_hosts.sh [--rate 1gbit]"),
+        (["--rate"], "--rate needs a value"),
+        (["--slots", "0", "true"], "--slots 0: must be a whole number"),
+        (["--bandwidth", "1gbit", "true"], "--bandwidth is no option"),
+    ],
+)
+def test_two_hosts_takes_its_own_options_only(arguments: list[str], told: str) -> None:
+    assert told in refused("two_hosts.sh", *arguments)
+
+
 def test_the_example_hostfile_is_one() -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
