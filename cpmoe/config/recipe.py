@@ -6,6 +6,7 @@ a number), frozen, and refuses unknown keys. Field names of the model are those 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -35,6 +36,19 @@ class ModelConfig(Block):
     num_attention_heads: Count
     num_key_value_heads: Count = Field(default_factory=lambda data: data.get("num_attention_heads"))
     head_dim: Count = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
+    sliding_window: Count | None = None
+    """Keys that a query of a sliding_attention layer sees, itself included."""
+    layer_types: Annotated[
+        tuple[Literal["full_attention", "sliding_attention"], ...], BeforeValidator(tuple_from_list)
+    ] = Field(
+        default_factory=lambda data: (
+            data.get("num_hidden_layers", 0)
+            * (("sliding_attention" if data.get("sliding_window") else "full_attention"),)
+        )
+    )
+    """What each layer sees; without it all layers slide where there is a sliding_window, else none."""
+    num_sink_tokens: CountOrZero = 0
+    """First tokens of each document that sliding_attention layers see beyond their window."""
     intermediate_size: CountOrZero = 0
     """Width of the dense layers' SwiGLU; needed where `first_k_dense_replace` is above 0."""
     num_experts: Count
@@ -75,6 +89,7 @@ class ModelConfig(Block):
             problems.append(
                 Problem("num_key_value_heads", constraint, kv_heads, join_numbers(divisors(heads)))
             )
+        problems += self._attention_problems()
         if self.num_experts_per_tok > self.num_experts:
             constraint = f"must not exceed num_experts {self.num_experts}"
             legal = f"1 to {self.num_experts}"
@@ -90,6 +105,18 @@ class ModelConfig(Block):
             problems.append(Problem("intermediate_size", constraint, 0, "1 or more"))
         raise_if_any(problems)
         return self
+
+    def _attention_problems(self) -> Iterator[Problem]:
+        if len(self.layer_types) != self.num_hidden_layers:
+            constraint = f"must name the kind of each of num_hidden_layers {self.num_hidden_layers}"
+            yield Problem("layer_types", constraint, self.layer_types, f"{self.num_hidden_layers} names")
+        slides = "sliding_attention" in self.layer_types
+        if slides and self.sliding_window is None:
+            constraint = "has sliding_attention, which needs a sliding_window"
+            yield Problem("layer_types", constraint, self.layer_types, "full_attention, or give the window")
+        if self.num_sink_tokens and not slides:
+            constraint = "no layer has sliding_attention: every layer sees the first tokens anyway"
+            yield Problem("num_sink_tokens", constraint, self.num_sink_tokens, "0, or a sliding_window")
 
 
 class DataConfig(Block):

@@ -144,8 +144,8 @@ class Decoder(nn.Module):
         rotary = rotary_angles(shard.positions_BT, config.head_dim, config.rope_theta, x_BTM.dtype)
         real_BT = shard.documents_BT >= 0
         all_stats = []
-        for block in self.layers:
-            x_BTM, stats = block(x_BTM, rotary, shard.plan, real_BT)
+        for block, kind in zip(self.layers, config.layer_types, strict=True):
+            x_BTM, stats = block(x_BTM, rotary, shard.plans[kind], real_BT)
             if stats is not None:
                 all_stats.append(stats)
         return self.norm(x_BTM), all_stats

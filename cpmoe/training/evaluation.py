@@ -16,23 +16,21 @@ NUM_PARTS = 8
 def evaluate(
     engine: TrainingEngine,
     shards: list[SequenceShard],
-    places: list[torch.Tensor],
     seq_len: int,
     groups: Groups,
 ) -> tuple[float, list[tuple[int, float]]]:
     """Mean loss per label token over all ranks' `shards`, and the same by eighths of the sequence.
 
-    `places` holds the global index [T] of each shard's tokens. Collective on world; every rank passes
-    equally many shards. Returns (loss, [(first position of the part, loss), ...]) in nats; a part
-    without a label is left out.
+    Collective on world; every rank passes equally many shards. Returns (loss, [(first position of the part,
+    loss), ...]) in nats; a part without a label is left out.
     """
     device = engine.deepspeed.device
     sums = torch.zeros(2, NUM_PARTS, dtype=torch.float64, device=device)
     engine.deepspeed.eval()
     with torch.no_grad():
-        for shard, place_T in zip(shards, places, strict=True):
+        for shard in shards:
             output = engine.deepspeed(shard, LossScale(1, 1, 1))
-            part_T = (place_T.to(device) * NUM_PARTS // seq_len).clamp_max(NUM_PARTS - 1)
+            part_T = (shard.index_T.to(device) * NUM_PARTS // seq_len).clamp_max(NUM_PARTS - 1)
             labelled_BT = shard.labels_BT != IGNORED_LABEL
             sums[0].index_add_(0, part_T, output.token_losses_BT.sum(0, dtype=torch.float64))
             sums[1].index_add_(0, part_T, labelled_BT.sum(0, dtype=torch.float64))

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard, padded_length, shard_batch, shard_indices
+from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard, shard_batch
 from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint, step_of
 from cpmoe.config.resolve import RunConfig
 from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
 from cpmoe.data.packing import HeldoutDataset, PackedDataset
 from cpmoe.data.store import PreparedData
 from cpmoe.model.flops import flops_per_token
+from cpmoe.model.masks import attention_masks
 from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
 from cpmoe.parallel.agreement import fail_together
@@ -97,9 +98,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The held-out loss in nats per token; collective."""
-        loss, by_position = evaluate(
-            self.engine, self.heldout, self.heldout_places, self.recipe.data.seq_len, self.groups
-        )
+        loss, by_position = evaluate(self.engine, self.heldout, self.recipe.data.seq_len, self.groups)
         if self.writer is not None:
             self.writer.evaluation(self.step, loss, by_position)
         return loss
@@ -169,17 +168,12 @@ class Trainer:
             batch.gradient_accumulation_steps,
         )
         self.heldout: list[SequenceShard] = []
-        self.heldout_places: list[torch.Tensor] = []
         if self.recipe.train.eval_sequences:
             heldout = HeldoutDataset(
                 prepared.documents("heldout"), data.seq_len, self.recipe.train.eval_sequences
             )
             batches = heldout_batches(heldout, dp_rank, grid.data_parallel_size, batch.micro_batch_size)
             self.heldout = [self._shard(b) for b in batches]
-            layout = self.run.cpmoe.attention.layout
-            padded = padded_length(data.seq_len, grid.context_parallel_size, layout=layout)
-            index_T = shard_indices(padded, grid.context_parallel_size, grid.context_rank(self.rank), layout)
-            self.heldout_places = [index_T] * len(batches)
 
     def _build_writer(self) -> MetricsWriter | None:
         if self.rank != 0:
@@ -197,7 +191,11 @@ class Trainer:
     def _shard(self, batch: SequenceBatch) -> SequenceShard:
         grid = self.groups.grid
         shard = shard_batch(
-            *batch, grid.context_parallel_size, grid.context_rank(self.rank), self.run.cpmoe.attention.layout
+            *batch,
+            grid.context_parallel_size,
+            grid.context_rank(self.rank),
+            self.run.cpmoe.attention.layout,
+            masks=attention_masks(self.recipe.model),
         )
         if self.device.type == "cpu":
             return shard

@@ -17,6 +17,29 @@ def test_defaults_follow_other_fields():
     assert parse(ModelConfig, without).num_key_value_heads == 4
 
 
+def test_layers_slide_where_there_is_a_window():
+    fields = {**RECIPE["model"], "num_hidden_layers": 2}
+    assert parse(ModelConfig, fields).layer_types == ("full_attention",) * 2
+    fields["sliding_window"] = 64
+    assert parse(ModelConfig, fields).layer_types == ("sliding_attention",) * 2
+    fields["layer_types"] = ["sliding_attention", "full_attention"]
+    assert parse(ModelConfig, fields).layer_types == ("sliding_attention", "full_attention")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "must name the kind of each of num_hidden_layers 2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "which needs a sliding_window"),
+        ({"num_sink_tokens": 4}, "every layer sees the first tokens anyway"),
+    ],
+)
+def test_kinds_of_layers_fit_the_model(files, changes, message):
+    changes = {f"model.{key}": value for key, value in changes.items()}
+    (line,) = files.refused({"model.num_hidden_layers": 2, **changes})
+    assert line.startswith(f"recipe.yaml: {next(iter(changes))} = ") and message in line
+
+
 def test_blocks_are_frozen():
     recipe = parse(Recipe, RECIPE)
     with pytest.raises(ValidationError):

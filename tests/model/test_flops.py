@@ -1,5 +1,6 @@
 """The FLOP count against torch's own counter on the same matrix products."""
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,3 +35,17 @@ def test_counts_what_torch_counts():
         linear(x, 96)
     causal_half = 3 * 2 * 2 * tokens * tokens * 32 / 2
     assert flops_per_token(config, tokens) * tokens == 3 * (counter.get_total_flops() - causal_half)
+
+
+def test_a_window_counts_the_keys_it_shows():
+    """Per layer 2 products of 2 FLOPs a key and element, forward and twice in backward."""
+    fields = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    }  # fmt: skip
+    full = flops_per_token(ModelConfig(**fields), 1000)
+    layer_types = ("sliding_attention", "full_attention")
+    sliding = flops_per_token(ModelConfig(**fields, sliding_window=100, layer_types=layer_types), 1000)
+    keys = sum(min(i, 100) for i in range(1000)) / 1000
+    assert full - sliding == pytest.approx(3 * 2 * 2 * 32 * (500 - keys), rel=1e-2)
+    assert flops_per_token(ModelConfig(**fields, sliding_window=2000), 1000) == full

@@ -55,11 +55,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "num_key_value_heads": 1,
     },
+    "sliding": {
+        "first_k_dense_replace": 0,
+        "sliding_window": 7,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "num_sink_tokens": 2,
+    },
 }
 
 
 def model_config(variant: str, **changes: Any) -> ModelConfig:
-    """A tiny model: base (first layer dense), tied (every layer MoE, 8 experts top-3), top1 (one KV head)."""
+    """A tiny model: base (first layer dense), tied (every layer MoE, 8 experts top-3), top1 (one KV head),
+    sliding (a window and sinks in one of two layers)."""
     return ModelConfig(**{**_BASE, **MODELS[variant], **changes})
 
 
@@ -199,6 +206,7 @@ CASES: dict[str, Case] = {
     "skewed": Case("base", _WHOLE, routing="skewed"),
     "starved": Case("base", _PACKED, routing="starved"),
     "crowded": Case("top1", _PACKED, routing="crowded"),
+    "sliding": Case("sliding", _PACKED),
     "top1": Case("top1", [[32], [31, 1], [1, 31], [16, 16]], labels="uneven"),
 }
 # Chosen for routes that float32 rounding can not flip (test_cases.py holds the margin).
@@ -212,6 +220,7 @@ SEEDS = {
     "skewed": 173,
     "starved": 120,
     "crowded": 295,
+    "sliding": 2,
     "top1": 105,
 }
 

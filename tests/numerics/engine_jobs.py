@@ -121,7 +121,7 @@ def _run(job: EngineJob, rank: int) -> EngineResult:
     for step in range(job.num_steps):
         batches = cases.case_step(job.case, job.num_micro_steps, step)
         scale = LossScale(cases.num_labels(batches), cases.num_tokens(batches), job.num_micro_steps)
-        shards = rank_shards(batches, groups.grid, rank, run.cpmoe.attention.layout)
+        shards = rank_shards(batches, groups.grid, rank, run.cpmoe.attention.layout, run.recipe.model)
         result.losses.append(sum(engine.micro_step(shard, scale).loss.item() for shard in shards))
         result.norms.append(engine.step())
         if job.dtype == "bfloat16" or step == job.num_steps - 1:

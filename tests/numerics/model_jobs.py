@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpmoe.attention.sharding import SequenceShard, shard_batch
+from cpmoe.config.recipe import ModelConfig
+from cpmoe.model.masks import attention_masks
 from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups, create_groups
@@ -100,7 +102,9 @@ def digest(value: Tensor) -> str:
     return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def rank_shards(batches: list[Batch], grid: RankGrid, rank: int, sharding: str) -> list[SequenceShard]:
+def rank_shards(
+    batches: list[Batch], grid: RankGrid, rank: int, sharding: str, config: ModelConfig
+) -> list[SequenceShard]:
     """The shards of `rank`, one per micro-step, of global micro-batches."""
     return [
         shard_batch(
@@ -108,6 +112,7 @@ def rank_shards(batches: list[Batch], grid: RankGrid, rank: int, sharding: str) 
             grid.context_parallel_size,
             grid.context_rank(rank),
             sharding,
+            masks=attention_masks(config),
         )
         for batch in batches
     ]
@@ -153,7 +158,7 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
 def _forward_backward(job: Job, rank: int, model: CausalLM, step: int) -> RankResult:
     grid = job.layout.grid
     batches = cases.case_step(job.case, job.num_micro_steps, step)
-    shards = rank_shards(batches, grid, rank, job.sharding)
+    shards = rank_shards(batches, grid, rank, job.sharding, cases.case_config(job.case))
     scale = LossScale(cases.num_labels(batches), cases.num_tokens(batches), job.num_micro_steps)
     outputs = []
     for shard in shards:

@@ -58,7 +58,7 @@ def _rotate(x_BSHD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
 
-def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch: Batch) -> Tensor:
+def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch: Batch, kind: str) -> Tensor:
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = weights["q_proj.weight"].shape[0] // num_heads
     batch_size, seq_len, _ = x_BSM.shape
@@ -82,6 +82,9 @@ def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch:
     seen_BSS = (
         (docs[:, :, None] == docs[:, None, :]) & (order[:, None] >= order) & (docs != PADDING)[:, :, None]
     )
+    if kind == "sliding_attention":
+        is_near_SS = order[:, None] - order < config.sliding_window
+        seen_BSS &= is_near_SS | (batch.positions_BS < config.num_sink_tokens)[:, None]
     outputs = []
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
@@ -155,7 +158,8 @@ def forward_logits(config: Any, weights: Mapping[str, Tensor], batch: Batch) -> 
     for index in range(config.num_hidden_layers):
         layer = below(f"model.layers.{index}.")
         h_BSM = _norm(x_BSM, layer["input_layernorm.weight"], config.rms_norm_eps)
-        x_BSM = x_BSM + _attention(config, below(f"model.layers.{index}.self_attn."), h_BSM, batch)
+        attention = below(f"model.layers.{index}.self_attn.")
+        x_BSM = x_BSM + _attention(config, attention, h_BSM, batch, config.layer_types[index])
         h_PM = _norm(x_BSM, layer["post_attention_layernorm.weight"], config.rms_norm_eps).flatten(0, 1)
         mlp = below(f"model.layers.{index}.mlp.")
         if index < config.first_k_dense_replace:

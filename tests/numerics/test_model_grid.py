@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "num_micro_steps": (1, 3),
     "recompute": ("none", "full"),
     "strategy": ("ring", "allgather"),
-    "sharding": ("zigzag", "contiguous"),
+    "sharding": ("zigzag", "contiguous", "striped", "balanced"),
     "loss_chunk_tokens": (1024, 3),
 }
 BACKENDS = {"attention": ("reference", "sdpa"), "experts": ("loop", "grouped_mm")}
