@@ -66,7 +66,8 @@ def check_sequence(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
 def shard_chunks(cpmoe: CpmoeConfig) -> int:
     """Chunks of a sequence; its length is padded to a multiple of them."""
     cp = cpmoe.context_parallel_size
-    return 2 * cp if cpmoe.attention.layout == "zigzag" and cp > 1 else cp
+    per_rank = {"zigzag": 2, "balanced": 8}.get(cpmoe.attention.layout, 1)
+    return per_rank * cp if cp > 1 else 1
 
 
 def check_experts(config: DeepSpeedConfig, recipe: Recipe) -> Iterator[Problem]:

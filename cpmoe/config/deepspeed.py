@@ -30,7 +30,7 @@ class AttentionConfig(Block):
     """How attention over the sharded sequence is computed."""
 
     backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32"] = "auto"
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
 
 

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from cpmoe.attention.layout import CHUNKS_PER_RANK, LAYOUTS, padded_length, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask
-from cpmoe.attention.plan import AttentionPlan, Rectangle, TokenRanges, build_plan, deal_batch
+from cpmoe.attention.plan import (
+    AttentionPlan,
+    Hop,
+    Rectangle,
+    RemoteHop,
+    TokenRanges,
+    build_plan,
+    deal_batch,
+)
+from cpmoe.attention.spans import spans_of_reach
 from tests.attention.dense import dense_mask
 
 
@@ -116,7 +125,31 @@ def test_reach_is_the_mask(sequences):
                 assert not (window & sinks).any()
                 assert torch.equal(window | sinks, visible_BTS[b, :, index_NT[hop.source]])
             visible_BTS[:, :, index_NT[hop.source]] = False
+            tokens = hop.fetch.receive if isinstance(hop, RemoteHop) else plan.all_tokens
+            assert torch.equal(_in_buffer(hop, tokens), _by_rectangles(hop, tokens, visible_BTS.shape[:2]))
         assert not visible_BTS.any(), "a hop is missing"
+
+
+def _in_buffer(hop: Hop, tokens: TokenRanges) -> torch.Tensor:
+    """What the spans say: [B, T, keys of the buffer]."""
+    spans = spans_of_reach(hop.reach, tokens)
+    place = torch.arange(tokens.wire_tokens)
+    bounds = [bound_BT[..., None] for bound_BT in spans.bounds()]
+    seen = torch.zeros(*spans.start_BT.shape, tokens.wire_tokens, dtype=torch.bool)
+    for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+        seen |= (start <= place) & (place < stop)
+    return seen
+
+
+def _by_rectangles(hop: Hop, tokens: TokenRanges, shape) -> torch.Tensor:
+    seen = torch.zeros(*shape, tokens.wire_tokens, dtype=torch.bool)
+    for r in hop.rectangles:
+        visible = torch.ones(r.q_stop - r.q_start, r.k_stop - r.k_start, dtype=torch.bool)
+        visible = {"full": visible, "causal": visible.tril(), "edge": visible.triu()}[r.kind]
+        place = tokens.place(r.k_start, r.k_stop)
+        keys = slice(place, place + visible.shape[1])
+        seen[r.batch_start : r.batch_stop, r.q_start : r.q_stop, keys] |= visible
+    return seen
 
 
 @settings(max_examples=150, deadline=None)

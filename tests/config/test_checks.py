@@ -1,10 +1,11 @@
 import importlib.util
 from itertools import permutations
+from typing import get_args
 
 import pytest
 
 from cpmoe.config.checks import check_grid, shard_chunks
-from cpmoe.config.deepspeed import CpmoeConfig
+from cpmoe.config.deepspeed import AttentionConfig, CpmoeConfig
 from cpmoe.config.recipe import Recipe
 from cpmoe.config.validation import parse
 from cpmoe.parallel.grid import AXES, RankGrid
@@ -75,7 +76,7 @@ def test_the_shortest_sequence_and_one_that_needs_padding_are_legal(files):
     assert files.load({"data.seq_len": 2999}, {"cpmoe.context_parallel_size": 4}).batch.padded_seq_len == 3000
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", get_args(AttentionConfig.model_fields["layout"].annotation))
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_chunks_are_those_of_attention(layout, cp):
     from cpmoe.attention.layout import num_chunks
