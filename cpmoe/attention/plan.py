@@ -77,6 +77,13 @@ class RemoteHop(Hop):
     deliver: Transfer
 
 
+class HopBytes(NamedTuple):
+    """Bytes that a rank sends for one hop: KV in forward and, but for the first hop, again in backward; dKV."""
+
+    kv: int
+    dkv: int
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """The attention of rank `cp_rank` for one batch, the same for all layers of one mask.
@@ -85,6 +92,7 @@ class AttentionPlan:
     remote      the others, by ascending distance
     is_relayed  KV and dKV move from hop to hop; else each hop's go straight between their two ranks
     pairs_N     (query, key) pairs that each rank of the ring computes; 4·H·D FLOPs each in forward
+    segments    tokens of the sequence that each rank of the ring holds
     """
 
     cp_size: int
@@ -95,6 +103,7 @@ class AttentionPlan:
     remote: tuple[RemoteHop, ...]
     is_relayed: bool
     pairs_N: tuple[int, ...]
+    segments: tuple[Segments, ...]
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -109,6 +118,21 @@ class AttentionPlan:
     def num_pairs(self) -> int:
         """(query, key) pairs that this rank computes."""
         return self.pairs_N[self.cp_rank]
+
+    def flops(self, num_heads: int, head_dim: int) -> list[int]:
+        """FLOPs of each rank in forward, a multiply-add counted as two: the products QKᵀ and PV."""
+        return [4 * num_heads * head_dim * pairs for pairs in self.pairs_N]
+
+    def sent_bytes(self, num_kv_heads: int, head_dim: int, kv_bytes: int, dkv_bytes: int) -> list[HopBytes]:
+        """What this rank sends for each remote hop; `kv_bytes` and `dkv_bytes` are those of one element."""
+        width = 2 * self.batch_size * num_kv_heads * head_dim
+        return [
+            HopBytes(
+                width * hop.fetch.send.wire_tokens * kv_bytes,
+                width * hop.deliver.send.wire_tokens * dkv_bytes,
+            )
+            for hop in self.remote
+        ]
 
     @property
     def imbalance(self) -> float:
@@ -188,6 +212,7 @@ def build_plan(
         remote=_remote_hops(cp_size, cp_rank, reach, needs, is_relayed),
         is_relayed=is_relayed,
         pairs_N=tuple(int(sum(work_S[s.start : s.stop : s.step].sum() for s in own)) for own in segments),
+        segments=tuple(segments),
     )
 
 

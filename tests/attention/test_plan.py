@@ -320,3 +320,13 @@ def test_balanced_deals_by_work():
     documents_BS = torch.cat((torch.zeros(2048, dtype=torch.long), 1 + torch.arange(2048) // 16))[None]
     assert build_plan(documents_BS, 8, 0, "zigzag").imbalance > 1.5
     assert build_plan(documents_BS, 8, 0, "balanced").imbalance < 1.05
+
+
+def test_flops_and_bytes_by_hand():
+    """16 tokens on 2 ranks: rank 0 has chunks 0 and 3, rank 1 the two between."""
+    first, second = _plans(torch.zeros(2, 16, dtype=torch.long), 2)
+    assert first.pairs_N == (2 * (10 + 58), 2 * (26 + 42)) and first.imbalance == 1.0
+    assert first.flops(num_heads=3, head_dim=5) == [4 * 3 * 5 * 136] * 2
+    # KV of one head of 5 in bfloat16 for 2 rows, dKV in float32: rank 1 needs chunk 0 only.
+    assert first.sent_bytes(1, 5, 2, 4) == [(4 * 2 * 2 * 5 * 2, 8 * 2 * 2 * 5 * 4)]
+    assert second.sent_bytes(1, 5, 2, 4) == [(8 * 2 * 2 * 5 * 2, 4 * 2 * 2 * 5 * 4)]
