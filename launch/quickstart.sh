@@ -64,4 +64,30 @@ if [ "$port" -ne 29500 ]; then command+=(--master_port "$port"); fi
 command+=(recipes/pretrain.py --recipe recipes/quickstart.yaml --deepspeed_config ds_configs/quickstart.json "${settings[@]}")
 
 printf '\n$ source .venv/bin/activate\n$ %s\n\n' "${variables[*]:+${variables[*]} }${command[*]}"
-exec env "${variables[@]}" "${command[@]}"
+
+# The launcher leaves its ranks behind at Ctrl-C. So it gets a process group that the terminal does not signal, a request to
+# stop goes to the process that passes it on to the ranks, and the prompt comes back after the last of them.
+set -m
+env "${variables[@]}" "${command[@]}" </dev/null &
+launcher=$!
+set +m
+stopped=''
+stop() { # STATUS
+    if [ -n "$stopped" ]; then kill -KILL -- "-$launcher" 2>/dev/null || true; fi
+    stopped=$1
+    python - "$launcher" <<END || true
+import psutil, sys
+command = psutil.Process(int(sys.argv[1]))
+launchers = [child for child in command.children() if "deepspeed.launcher.launch" in child.cmdline()]
+for process in launchers or [command]:
+    process.terminate()
+END
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
+status=0
+while kill -0 "$launcher" 2>/dev/null; do
+    wait "$launcher" 2>/dev/null && status=0 || status=$?
+done
+exit "${stopped:-$status}"

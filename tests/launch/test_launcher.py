@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -120,6 +121,37 @@ def test_a_run_stopped_by_sigterm_continues_to_the_bit(
         for name in ("whole", "stopped")
     )
     assert found == expected
+
+
+def test_ctrl_c_brings_the_prompt_back_after_the_last_rank(
+    folder: Path, whole: subprocess.CompletedProcess[str]
+) -> None:
+    out = folder / "interrupted"
+    process = subprocess.Popen(
+        ["bash", "launch/quickstart.sh", *LAYOUT, *tiny(folder, "interrupted", 99999)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 5/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    process.wait(timeout=100)
+    running = [" ".join(found.info["cmdline"] or ()) for found in psutil.process_iter(["cmdline"])]
+    assert not [command for command in running if str(out) in command]
+    log = "".join([*seen, process.stdout.read()])
+    assert process.returncode == 128 + signal.SIGINT, log
+    stopped_at = records(out, "train")[-1]["step"]
+    assert [path.name for path in out.glob("checkpoints/*")] == [f"step_{stopped_at:08d}"], log
+    assert f"stopped at step {stopped_at} of 99999" in log
+    assert "Traceback" not in log and "Terminated" not in log
 
 
 def test_a_damaged_checkpoint_is_told_by_the_rank_that_read_it(
