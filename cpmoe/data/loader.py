@@ -68,20 +68,25 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: the cursor, and what the cursor counts."""
-        return {"sequences_consumed": self.sequences_consumed, **self._identity()}
+        return {"sequences_consumed": self.sequences_consumed, "counted_in": self.dataset.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at the exact next sequence, whatever the number of ranks was.
 
-        Raises ValueError where the state belongs to other data, another sequence length or another seed,
-        since its cursor would then count other sequences.
+        Raises ValueError, naming each difference, where the state belongs to other data, another split,
+        length or seed, or another rule of shuffling, since its cursor would then count other sequences.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise ValueError(
-                    f"data: the checkpoint was made with {name} = {state[name]!r}, this run has {value!r}; "
-                    "its place in the data means nothing here: restore the setting, or start a new run"
-                )
+        saved = state["counted_in"]
+        differences = [
+            f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} in this run"
+            for name, value in self.dataset.identity().items()
+            if saved.get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"the checkpoint's place in the data means nothing in this run. {'; '.join(differences)}. "
+                "Restore the settings, or start anew with train.resume=never and another train.out_dir"
+            )
         self._drop_ahead()
         self.sequences_consumed = int(state["sequences_consumed"])
 
@@ -94,13 +99,6 @@ class BatchStream:
         if self._ahead is not None and not self._ahead.cancel():
             self._ahead.exception()
         self._ahead = None
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "seq_len": self.dataset.seq_len,
-            "seed": self.dataset.seed,
-            "checksum": self.dataset.documents.checksum,
-        }
 
     def _build(self, cursor: int) -> list[SequenceBatch]:
         size, per_micro_step = self.micro_batch_size, self.dp_size * self.micro_batch_size

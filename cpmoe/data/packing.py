@@ -11,7 +11,7 @@ Shapes: S sequence, N documents, C documents (or parts of them) in one window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from cpmoe.data.store import DocumentSet
 IGNORE = -100
 PADDING_DOCUMENT = -1
 MAX_BLOCK = 1 << 20
+# Of the rule by which sequence i follows from the documents and the seed: another rule, another number.
+ORDER_VERSION = 1
 
 
 class PackedSequence(NamedTuple):
@@ -66,6 +68,17 @@ class PackedDataset:
         self.windows_per_block = min(max(self.tokens_per_epoch // seq_len, 1), MAX_BLOCK)
         self._streams: dict[int, _Stream] = {}
         self._block: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides which tokens sequence i holds, as JSON values."""
+        return {
+            "data.seq_len": self.seq_len,
+            "data.seed": self.seed,
+            "data.heldout_fraction": self.documents.heldout_fraction,
+            "checksum of the training documents": self.documents.checksum,
+            "windows shuffled together": self.windows_per_block,
+            "version of the order": ORDER_VERSION,
+        }
 
     def epoch(self, sequences: int) -> float:
         """Epochs completed after so many sequences."""

@@ -79,7 +79,8 @@ class DocumentSet:
 
     `tokens` is flat (memory-mapped uint16 or uint32, or any integer array), `starts_N` and `lengths_N`
     are int64. Every document has at least one token and ends with the end-of-document token.
-    `checksum` names the tokens and which documents they are of, so that a resumed run notices other data.
+    `checksum` names the tokens and which documents they are of, so that a resumed run notices other data;
+    `heldout_fraction` is the share of all documents that was kept out of the training split.
     """
 
     tokens: np.ndarray
@@ -87,6 +88,7 @@ class DocumentSet:
     lengths_N: np.ndarray
     vocab_size: int
     checksum: str = ""
+    heldout_fraction: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.starts_N) == len(self.lengths_N) > 0, "a split has at least one document"
@@ -122,7 +124,8 @@ class PreparedData:
         # The same tokens are split otherwise by another heldout_fraction or seed.
         split_digest = hashlib.blake2b(chosen_N.astype("<i8").tobytes(), digest_size=8).hexdigest()
         checksum = f"{self.meta.checksum}-{split_digest}"
-        return DocumentSet(self.tokens, starts_N, lengths_N, self.meta.vocab_size, checksum)
+        fraction = self.meta.settings["heldout_fraction"]
+        return DocumentSet(self.tokens, starts_N, lengths_N, self.meta.vocab_size, checksum, fraction)
 
     def tokenizer(self) -> Tokenizer:
         name = self.meta.settings["tokenizer"]

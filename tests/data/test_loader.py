@@ -1,6 +1,7 @@
 """The batch stream: one order of sequences for every number of ranks, and a cursor that survives a change."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
 from cpmoe.data.packing import HeldoutDataset, PackedDataset
-from cpmoe.data.store import DocumentSet
-from tests.data.helpers import unique_documents
+from cpmoe.data.prepare import prepare
+from cpmoe.data.store import DocumentSet, open_prepared
+from tests.data.helpers import data_config, unique_documents, write_jsonl
 
 LENGTHS = [5, 1, 30, 2, 2, 17, 64, 9]
 SEQ_LEN = 8
@@ -93,14 +95,41 @@ def test_state_counts_what_was_handed_out_and_loading_drops_what_was_built_ahead
     stream.close()
 
 
-@pytest.mark.parametrize(("field", "other"), [("seq_len", dataset(16)), ("seed", dataset(seed=9))])
-def test_state_of_other_data_is_refused(field, other):
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (dataset(16), "data.seq_len: 8 in the checkpoint, 16 in this run; windows shuffled together: 16 in"),
+        (dataset(seed=9), "data.seed: 0 in the checkpoint, 9 in this run. Restore"),
+        (
+            PackedDataset(unique_documents(LENGTHS[:-1]), SEQ_LEN, 0),
+            f"checksum of the training documents: '{LENGTHS}' in the checkpoint, '{LENGTHS[:-1]}' in this",
+        ),
+    ],
+)
+def test_state_of_other_data_is_refused(other, told):
     state = BatchStream(dataset(), 0, 1, 1, 1).state_dict()
-    with pytest.raises(ValueError, match=f"made with {field} ="):
+    with pytest.raises(ValueError, match=re.escape(told)):
         BatchStream(other, 0, 1, 1, 1).load_state_dict(state)
-    changed = state | {"checksum": "other"}
-    with pytest.raises(ValueError, match="made with checksum = 'other'"):
-        BatchStream(dataset(), 0, 1, 1, 1).load_state_dict(changed)
+
+
+def test_state_of_another_rule_of_shuffling_is_refused(monkeypatch):
+    stream = BatchStream(dataset(), 0, 1, 1, 1)
+    state = stream.state_dict()
+    monkeypatch.setattr("cpmoe.data.packing.ORDER_VERSION", 0)
+    with pytest.raises(ValueError, match="version of the order: 1 in the checkpoint, 0 in this run"):
+        stream.load_state_dict(state)
+
+
+def test_state_of_another_split_is_refused_by_the_name_of_the_setting(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 9 + 1) for i in range(50)])
+    streams = []
+    for fraction in (0.1, 0.3):
+        config = data_config(tmp_path, source, path=str(tmp_path / f"{fraction}"), heldout_fraction=fraction)
+        documents = open_prepared(prepare(config)).documents("train")
+        streams.append(BatchStream(PackedDataset(documents, SEQ_LEN, 0), 0, 1, 1, 1))
+    told = r"data\.heldout_fraction: 0\.1 in the checkpoint, 0\.3 in this run; checksum of the training"
+    with pytest.raises(ValueError, match=told):
+        streams[1].load_state_dict(json.loads(json.dumps(streams[0].state_dict())))
 
 
 def test_failure_in_the_background_reaches_the_caller():
