@@ -144,12 +144,7 @@ def load_checkpoint(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"train.resume = {str(folder)!r}: format {manifest.get('format')!r}, must be {FORMAT!r}"
         )
-    saved = manifest["layout"]
-    different = [
-        f"{key}: saved {saved.get(key)!r}, now {layout.get(key)!r}"
-        for key in sorted(saved.keys() | layout.keys())
-        if saved.get(key) != layout.get(key)
-    ]
+    different = _differences(manifest["layout"], layout)
     if different:
         raise ValueError(
             f"train.resume = {str(folder)!r}: was saved on another layout; it loads on its own only. "
@@ -163,6 +158,18 @@ def load_checkpoint(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
             f"train.resume = {str(folder)!r}: {name} is missing or damaged (checksum differs). {ADVICE}"
         )
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """One text for each setting that differs, by its dotted path."""
+    texts = []
+    for key in sorted(saved.keys() | now.keys()):
+        then, value = saved.get(key), now.get(key)
+        if isinstance(then, dict) and isinstance(value, dict):
+            texts += _differences(then, value, f"{prefix}{key}.")
+        elif then != value:
+            texts.append(f"{prefix}{key}: saved {then!r}, now {value!r}")
+    return texts
 
 
 def _rank_file(rank: int) -> str:

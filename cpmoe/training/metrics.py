@@ -17,6 +17,8 @@ GIB = 1024**3
 
 # Dense bfloat16 FLOP/s of the vendors' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}
+CPU_RATE_SAMPLES = 6
+CPU_RATE_PAUSE = 0.1  # seconds
 
 
 class Monitor(Protocol):
@@ -73,7 +75,12 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-    return matmul_rate()
+    # At a run's start other ranks still load: the best of a few moments.
+    rates = []
+    for _ in range(CPU_RATE_SAMPLES):
+        rates.append(matmul_rate())
+        time.sleep(CPU_RATE_PAUSE)
+    return max(rates)
 
 
 def matmul_rate(size: int = 768, repeats: int = 5) -> float:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint
 from tests.distributed import run_distributed
 
-LAYOUT = {"world_size": 2, "expert_parallel_size": 2}
+LAYOUT = {"world_size": 2, "expert_parallel_size": 2, "model": {"hidden_size": 16, "num_experts": 4}}
 
 
 def _state(rank: int, step: int):
@@ -43,7 +43,10 @@ def test_refusals_name_the_difference(tmp_path):
     folder = tmp_path / "step_00000001"
     other = {**LAYOUT, "expert_parallel_size": 1}
     for message in run_distributed(_load, 2, folder, other):
-        assert "another layout" in message and "expert_parallel_size: saved 2, now 1" in message
+        assert "another layout" in message and "only. expert_parallel_size: saved 2, now 1. Start" in message
+    other = {**LAYOUT, "model": {"hidden_size": 32, "num_experts": 4}}
+    for message in run_distributed(_load, 2, folder, other):
+        assert "only. model.hidden_size: saved 16, now 32. Start" in message
     data = bytearray((folder / "rank_00001.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "rank_00001.pt").write_bytes(data)
