@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from cpmoe.config.errors import ConfigError, Problem
 from cpmoe.config.resolve import RunConfig, load_run
 from cpmoe.data.store import PreparedData
 
@@ -64,17 +63,12 @@ def parse_arguments() -> argparse.Namespace:
 def prepare_data(run: RunConfig) -> tuple[RunConfig, PreparedData]:
     """Opens the recipe's data, tokenised first where it is not; fills in the vocabulary size."""
     from cpmoe.data.prepare import prepare
+    from cpmoe.data.readiness import fit_vocabulary
     from cpmoe.data.store import open_prepared
 
     prepared = open_prepared(prepare(run.recipe.data))
-    vocabulary = prepared.meta.vocab_size
-    model = run.recipe.model
-    if model.vocab_size == 0:
-        model = model.model_copy(update={"vocab_size": vocabulary})
-    elif model.vocab_size < vocabulary:
-        constraint = f"must be at least the {vocabulary} ids of the tokenizer in {prepared.path}"
-        legal = f"{vocabulary} or more, or auto"
-        raise ConfigError([Problem("model.vocab_size", constraint, model.vocab_size, legal)])
+    vocab_size = prepared.meta.vocab_size
+    model = fit_vocabulary(run.recipe.model, vocab_size, f"the tokenizer in {prepared.path}")
     recipe = run.recipe.model_copy(update={"model": model})
     return dataclasses.replace(run, recipe=recipe), prepared
 

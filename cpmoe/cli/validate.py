@@ -12,6 +12,7 @@ from cpmoe.config.errors import ConfigError
 from cpmoe.config.resolve import RunConfig, read_settings, resolve
 from cpmoe.config.settings import Settings
 from cpmoe.config.validation import parse
+from cpmoe.data.readiness import data_report
 from cpmoe.parallel.grid import RankGrid
 
 SHOWN_GROUPS = 4
@@ -19,13 +20,21 @@ SHOWN_RANKS = 8
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the resolved run. Raises ConfigError where it is refused."""
+    """Prints the resolved run. Raises ValueError where it, or the data that is there, is refused."""
     options = _parse_arguments(arguments)
     recipe, deepspeed = read_settings(options.recipe, options.deepspeed_config, options.overrides)
     world_size = options.world_size or _smallest_world(deepspeed)
-    print(describe(resolve(recipe, deepspeed, world_size)))
+    run = resolve(recipe, deepspeed, world_size)
+    state, notes = data_report(run.recipe)
+    print(describe(run))
+    print(f"data\n{_indent(state)}")
+    for note in [*notes, *schedule_notes(run)]:
+        print(f"note: {note}")
+    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
     if options.world_size is None:
-        print(f"(checked for {world_size} ranks, the fewest this JSON can use; --world_size checks another)")
+        ranks += " (the fewest that this JSON can use; --world_size checks another number)"
+    clip = run.gradient_clipping or "off"
+    print(f"OK: {run.dtype}, ZeRO stage {run.zero_stage}, gradient clipping {clip}, {ranks}")
     return 0
 
 
@@ -41,10 +50,19 @@ def describe(run: RunConfig) -> str:
         f"{batch.gradient_accumulation_steps:,} x world {batch.world_size:,}",
         "groups": _groups(run),
     }
-    clip = run.gradient_clipping or "off"
-    summary = f"legal: {run.dtype}, ZeRO stage {run.zero_stage}, gradient clipping {clip}"
-    blocks = [f"{title}\n{_indent(text)}" for title, text in sections.items()]
-    return "\n".join([*blocks, summary])
+    return "\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items())
+
+
+def schedule_notes(run: RunConfig) -> list[str]:
+    """What is legal in the recipe's schedule, and probably not meant."""
+    optim, steps = run.recipe.optim, run.recipe.train.steps
+    if "scheduler" in run.deepspeed or optim.warmup_steps < steps:
+        return []
+    reached = min(steps / optim.warmup_steps, 1)
+    return [
+        f"optim.warmup_steps = {optim.warmup_steps}: is not below train.steps {steps}; the learning rate "
+        f"ends at {reached:.0%} of optim.lr and never decays"
+    ]
 
 
 def _parse_arguments(arguments: list[str]) -> argparse.Namespace:

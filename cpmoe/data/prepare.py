@@ -30,6 +30,7 @@ from cpmoe.data.store import (
     SPLITS,
     TOKENS_FILE,
     Meta,
+    PreparedData,
     open_prepared,
     token_digest,
 )
@@ -59,18 +60,15 @@ def prepare(data: DataConfig, *, force: bool = False) -> Path:
     source, where it holds something else, and for everything that DocumentSource and load_tokenizer refuse.
     """
     folder = Path(data.path)
-    _check_place(data, folder)
-    if (folder / META_FILE).exists() and not force:
-        # No lock: a folder that is there is complete, and may lie on a read-only file system.
-        _check_same(data, open_prepared(folder).meta)
+    # No lock: a folder that is there is complete, and may lie on a read-only file system.
+    if find_prepared(data, force=force) is not None:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"data.path = {data.path!r}: its parent can not be made: {error}") from error
     with FileLock(folder.parent / f".{folder.name}.lock"):
-        if (folder / META_FILE).exists() and not force:
-            _check_same(data, open_prepared(folder).meta)
+        if find_prepared(data, force=force) is not None:
             return folder
         for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
             shutil.rmtree(leftover)
@@ -90,6 +88,20 @@ def prepare(data: DataConfig, *, force: bool = False) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def find_prepared(data: DataConfig, *, force: bool = False) -> PreparedData | None:
+    """What `data.path` holds of these settings; None where it is not there yet, or `force` replaces it.
+
+    Raises ValueError where the folder holds something else.
+    """
+    folder = Path(data.path)
+    _check_place(data, folder)
+    if force or not (folder / META_FILE).exists():
+        return None
+    prepared = open_prepared(folder)
+    _check_same(data, prepared.meta)
+    return prepared
 
 
 def _check_place(data: DataConfig, folder: Path) -> None:

@@ -29,10 +29,10 @@ def test_the_module_runs_and_refuses_with_code_2(tmp_path):
 
 
 def test_validate_prints_everything_that_was_resolved(capsys):
-    arguments = [*QUICKSTART, "train.steps=7", *JSON, "--num_gpus", "8", "train.global_batch_size=16"]
+    arguments = [*QUICKSTART, "train.steps=77", *JSON, "--num_gpus", "8", "train.global_batch_size=16"]
     assert main(["validate", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "steps: 7" in printed
+    assert "steps: 77" in printed
     assert (
         "global batch 16 sequences = micro-batch 4 x accumulation 1 x DP 4   (world 8 = DP 4 x CP 2; EP 2)"
         in printed
@@ -41,7 +41,8 @@ def test_validate_prints_everything_that_was_resolved(capsys):
     assert "ring     4 x 2 ranks that share a sequence: [0 1] [2 3] [4 5] [6 7]" in printed
     assert "replica  2 x 4 ranks that hold the same experts: [0 2 4 6] [1 3 5 7]" in printed
     assert "auto\n" not in printed.partition("cpmoe\n")[2].partition("DeepSpeed\n")[2]
-    assert printed.endswith("legal: float32, ZeRO stage 1, gradient clipping 1.0\n")
+    assert "note: " not in printed
+    assert printed.endswith("\nOK: float32, ZeRO stage 1, gradient clipping 1.0, 8 ranks\n")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,40 @@ def test_validate_prints_everything_that_was_resolved(capsys):
 )
 def test_validate_alone_takes_the_fewest_ranks(capsys, overrides, world_size):
     assert main(["validate", *QUICKSTART, *JSON, *overrides]) == 0
-    assert f"(checked for {world_size} ranks, the fewest this JSON can use; " in capsys.readouterr().out
+    assert f", {world_size} ranks (the fewest that this JSON can use; " in capsys.readouterr().out
+
+
+def test_validate_notes_what_is_probably_not_meant_and_what_is_not_here(capsys, tmp_path):
+    unprepared = f"data.path={tmp_path / 'data'}"
+    assert main(["validate", *QUICKSTART, *JSON, unprepared, "train.steps=10"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'data'} is not prepared yet: `python -m cpmoe prepare` does it" in printed
+    assert (
+        "note: optim.warmup_steps = 30: is not below train.steps 10; the learning rate ends at 33%" in printed
+    )
+    missing = [unprepared, "data.source=nowhere/a.jsonl", "data.tokenizer=nowhere/tokenizer.json"]
+    assert main(["validate", *QUICKSTART, *JSON, *missing]) == 0
+    printed = capsys.readouterr().out
+    assert "note: data.source = 'nowhere/a.jsonl': no such file or folder" in printed
+    assert "note: data.tokenizer = 'nowhere/tokenizer.json': no such file here" in printed
+    assert printed.splitlines()[-1].startswith("OK: ")
+
+
+def test_validate_looks_at_the_data_that_is_there(capsys, tmp_path):
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
+    overrides = [f"data.source={source}", f"data.path={tmp_path / 'prepared'}"]
+    small = ["model.vocab_size=256"]
+    told = "error: model.vocab_size = 256: must be at least the 257 ids of "
+    assert main(["validate", *QUICKSTART, *JSON, *overrides, *small]) == 2
+    assert capsys.readouterr().err == f"{told}data.tokenizer 'bytes'; legal: 257 or more, or auto\n"
+    assert main(["prepare", *QUICKSTART, *overrides]) == 0
+    assert main(["validate", *QUICKSTART, *JSON, *overrides]) == 0
+    assert "is prepared: vocabulary 257, " in capsys.readouterr().out
+    assert main(["validate", *QUICKSTART, *JSON, *overrides, *small]) == 2
+    assert capsys.readouterr().err.startswith(f"{told}the tokenizer in {tmp_path / 'prepared'}")
+    assert main(["validate", *QUICKSTART, *JSON, *overrides, "data.heldout_fraction=0.5"]) == 2
+    assert "data.heldout_fraction = 0.5, prepared with 0.05" in capsys.readouterr().err
 
 
 def test_every_line_of_a_refusal_is_marked(capsys):
