@@ -139,7 +139,8 @@ def report(run: RunConfig, prepared: PreparedData, span: tuple[int, int], second
         print(
             "try next: another layout computes the same loss. Change context_parallel_size or "
             "expert_parallel_size in the JSON,\n"
-            "  or add to the command: cpmoe.context_parallel_size=1 train.out_dir=runs/cp1",
+            "  or add to the command: cpmoe.context_parallel_size=1 train.out_dir=runs/cp1\n"
+            f"  then: python -m cpmoe compare {folder} runs/cp1 --steps 20",
             flush=True,
         )
 

@@ -10,6 +10,7 @@ from cpmoe.config.errors import Problem, unknown_key
 COMMANDS = {
     "validate": ("cpmoe.cli.validate", "check a recipe and a DeepSpeed JSON together, start nothing"),
     "prepare": ("cpmoe.cli.prepare", "tokenise a recipe's data once, into memory-mapped files"),
+    "compare": ("cpmoe.cli.compare", "whether two runs, on other layouts say, computed the same"),
     "env": ("cpmoe.cli.env", "versions, devices and optional packages of this machine"),
     "bench": ("cpmoe.cli.run_bench", "measure, print a table, write figures to a JSON file"),
 }

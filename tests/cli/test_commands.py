@@ -111,7 +111,8 @@ def test_a_world_without_ranks(value):
 def test_an_unknown_command(capsys):
     assert main(["valdate"]) == 2
     assert capsys.readouterr().err == (
-        'error: valdate: unknown command, did you mean "validate"?; legal: bench, env, prepare, validate\n'
+        'error: valdate: unknown command, did you mean "validate"?; '
+        "legal: bench, compare, env, prepare, validate\n"
     )
 
 

@@ -43,7 +43,7 @@ def test_readme_commands_resolve_and_keep_the_batch(command):
 
 def test_the_hint_of_a_finished_run_resolves():
     source = (ROOT / "recipes" / "pretrain.py").read_text(encoding="utf-8")
-    hint = re.search(r"add to the command: (.*?)\"", source)
+    hint = re.search(r"add to the command: (.*?)\\n", source)
     assert hint is not None
     for command in _training_commands():
         plain = command.partition(" cpmoe.")[0]
