@@ -78,7 +78,7 @@ class RemoteHop(Hop):
 
 
 class HopBytes(NamedTuple):
-    """Bytes that a rank sends for one hop: KV in forward and, but for the first hop, again in backward; dKV."""
+    """Bytes that a rank sends for one hop: KV in forward and, after the first hop, again in backward; dKV."""
 
     kv: int
     dkv: int

@@ -82,8 +82,8 @@ def _run_rectangles(
 ) -> Iterator[Rectangle]:
     """The first query sees [k_start, k_stop), each later one starts and stops one key further on, or not."""
     band = k_stop - k_start
-    # Both ends move: pieces of as many queries as a query sees keys, which leaves two triangles a piece.
-    piece = band if moves_start and moves_stop else q_stop - q_start
+    # Both ends move: pieces with a triangle at each, which a power of two lets kernels halve evenly.
+    piece = 1 << max((band - 1).bit_length() - 1, 0) if moves_start and moves_stop else q_stop - q_start
     for first in range(q_start, q_stop, piece):
         last = min(first + piece, q_stop)
         queries, moved = last - first, first - q_start
@@ -94,11 +94,9 @@ def _run_rectangles(
             yield Rectangle(0, 1, first, last, full_stop, full_stop + queries, "causal", is_open)
             is_open = False
         if moves_start:
-            # The last query of a whole piece sees keys of the causal triangle only.
-            short = min(queries, full_stop - start)
             full_start = start + queries
-            if short > 0:
-                yield Rectangle(0, 1, first, first + short, start, start + short, "edge", is_open)
+            if start < full_stop:
+                yield Rectangle(0, 1, first, last, start, full_start, "edge", is_open)
                 is_open = False
         if full_start < full_stop:
             yield Rectangle(0, 1, first, last, full_start, full_stop, "full", is_open)
