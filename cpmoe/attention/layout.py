@@ -14,6 +14,7 @@ Shape letters: S padded sequence, T local tokens, N ranks, W chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,9 +54,11 @@ def num_chunks(cp_size: int, num_slices: int = 1, layout: str = "zigzag") -> int
     return num_slices * (CHUNKS_PER_RANK[layout] * cp_size if cp_size > 1 else 1)
 
 
-def padded_length(seq_len: int, cp_size: int, num_slices: int = 1, layout: str = "zigzag") -> int:
-    """The smallest length ≥ `seq_len` that the layout can deal out evenly."""
-    multiple = num_chunks(cp_size, num_slices, layout)
+def padded_length(
+    seq_len: int, cp_size: int, num_slices: int = 1, layout: str = "zigzag", ulysses_size: int = 1
+) -> int:
+    """The smallest length ≥ `seq_len` that the layout can deal out evenly over CP / `ulysses_size` places."""
+    multiple = math.lcm(num_chunks(cp_size // ulysses_size, num_slices, layout), cp_size)
     return seq_len + -seq_len % multiple
 
 

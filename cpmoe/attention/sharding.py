@@ -59,30 +59,36 @@ def shard_batch(
     layout: str = "zigzag",
     num_slices: int = 1,
     masks: Mapping[str, Mask] = FULL_ATTENTION,
+    ulysses_size: int = 1,
 ) -> SequenceShard:
     """Pads whole sequences to the layout's grid and takes the tokens of rank `cp_rank`.
 
     All inputs int64 [B, S], equal on every rank of the ring; labels are already shifted and positions
     already restart in each document, since neither can be computed from a shard. `documents_BS` are ids
     ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. `masks` names the kinds of layers and
-    what each sees. Raises ValueError for unequal shapes, an unknown layout or ill-formed documents.
+    what each sees. With `ulysses_size` u the layout deals to CP / u places, whose tokens u ranks share in
+    order. Raises ValueError for unequal shapes, an unknown layout or ill-formed documents.
     """
     shapes = {tuple(x.shape) for x in (tokens_BS, labels_BS, positions_BS, documents_BS)}
     if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(f"tokens, labels, positions and documents must all be one [B, S] > 0; got {shapes}")
     seq_len = tokens_BS.shape[1]
-    padded_len = padded_length(seq_len, cp_size, num_slices, layout)
+    if ulysses_size > 1 and num_slices > 1:
+        raise ValueError(f"attention.ulysses_size = {ulysses_size}: must be 1 with causal slices")
+    padded_len = padded_length(seq_len, cp_size, num_slices, layout, ulysses_size)
+    ring_size, ring_rank = cp_size // ulysses_size, cp_rank // ulysses_size
 
     def padded(x_BS: Tensor, value: int) -> Tensor:
         return F.pad(x_BS, (0, padded_len - seq_len), value=value)
 
     documents_BS = padded(documents_BS, PADDING_DOCUMENT)
-    segments = deal_batch(documents_BS, cp_size, layout, num_slices, tuple(masks.values()))
+    segments = deal_batch(documents_BS, ring_size, layout, num_slices, tuple(masks.values()))
     plans = {
-        kind: build_plan(documents_BS, cp_size, cp_rank, layout, num_slices, mask, segments)
+        kind: build_plan(documents_BS, ring_size, ring_rank, layout, num_slices, mask, segments)
         for kind, mask in masks.items()
     }
-    index_T = torch.from_numpy(token_indices(segments[cp_rank])).to(tokens_BS.device)
+    index_UT = token_indices(segments[ring_rank]).reshape(ulysses_size, -1)
+    index_T = torch.from_numpy(index_UT[cp_rank % ulysses_size]).to(tokens_BS.device)
     return SequenceShard(
         tokens_BT=padded(tokens_BS, 0)[:, index_T],
         labels_BT=padded(labels_BS, IGNORED_LABEL)[:, index_T],

@@ -2,7 +2,8 @@
 
 N ranks carry two decompositions of the same world:
 
-* dense:  N = DP x CP. A sequence is split over the CP ranks of one ring; DP ranks read other sequences.
+* dense:  N = DP x CP. A sequence is split over CP ranks; DP ranks read other sequences. CP = r x u: rings of
+  r ranks pass on keys and values, and u neighbours of a ring's place exchange heads for tokens (Ulysses).
 * expert: N = EP x EDP. Experts are split over the EP ranks of one expert group; the EDP ranks that hold
   the same experts are replicas. EP is folded over CP x DP and may be below, equal to or above CP.
 """
@@ -31,9 +32,10 @@ class RankGrid:
     context_parallel_size: int = 1
     expert_parallel_size: int = 1
     rank_order: tuple[str, ...] = AXES
+    ulysses_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "context_parallel_size", "expert_parallel_size"):
+        for name in ("world_size", "context_parallel_size", "expert_parallel_size", "ulysses_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         if sorted(self.rank_order) != sorted(AXES):
@@ -44,6 +46,11 @@ class RankGrid:
                     f"{name} = {getattr(self, name)}: must divide the world size {self.world_size}; "
                     f"legal: {divisors(self.world_size)}"
                 )
+        if self.context_parallel_size % self.ulysses_size:
+            raise ValueError(
+                f"ulysses_size = {self.ulysses_size}: must divide context_parallel_size "
+                f"{self.context_parallel_size}; legal: {divisors(self.context_parallel_size)}"
+            )
         if self.world_size % (self.expert_stride * self.expert_parallel_size):
             raise ValueError(
                 f"rank_order = {self.rank_order}: expert groups of {self.expert_parallel_size} ranks at "
@@ -53,6 +60,10 @@ class RankGrid:
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.context_parallel_size
+
+    @property
+    def ring_size(self) -> int:
+        return self.context_parallel_size // self.ulysses_size
 
     @property
     def expert_replicas(self) -> int:
@@ -73,6 +84,12 @@ class RankGrid:
     def context_rank(self, rank: int) -> int:
         return rank // self._context_stride % self.context_parallel_size
 
+    def ring_rank(self, rank: int) -> int:
+        return self.context_rank(rank) // self.ulysses_size
+
+    def ulysses_rank(self, rank: int) -> int:
+        return self.context_rank(rank) % self.ulysses_size
+
     def data_rank(self, rank: int) -> int:
         stride = self.context_parallel_size if self._context_stride == 1 else 1
         return rank // stride % self.data_parallel_size
@@ -85,8 +102,18 @@ class RankGrid:
         return block * self.expert_stride + rank % self.expert_stride
 
     def ring_ranks(self) -> list[list[int]]:
-        """One list per ring, DP lists of CP ranks; the place in a list is the context rank."""
-        return self._gather(self.data_rank, self.data_parallel_size)
+        """One list per ring, DP x u lists of r ranks; the place in a list is the ring rank."""
+        size = self.ulysses_size
+        return self._gather(
+            lambda rank: self.data_rank(rank) * size + self.ulysses_rank(rank), self.data_parallel_size * size
+        )
+
+    def ulysses_ranks(self) -> list[list[int]]:
+        """DP x r lists of the u ranks at one place of a ring; the place in a list is the Ulysses rank."""
+        size = self.ring_size
+        return self._gather(
+            lambda rank: self.data_rank(rank) * size + self.ring_rank(rank), self.data_parallel_size * size
+        )
 
     def data_ranks(self) -> list[list[int]]:
         """CP lists of the DP ranks that hold the same part of different sequences."""

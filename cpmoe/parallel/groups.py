@@ -14,19 +14,20 @@ from torch.distributed import ProcessGroup
 
 from cpmoe.parallel.grid import RankGrid
 
-KINDS = ("ring", "ring_grad", "expert", "meta", "replica", "world")
+KINDS = ("ring", "ring_grad", "expert", "meta", "replica", "world", "ulysses")
 
 
 @dataclass(frozen=True)
 class Groups:
     """The groups that `rank` belongs to; None where a group would hold this rank alone.
 
-    ring        CP ranks: KV blocks, forward and backward
+    ring        CP / u ranks: KV blocks, forward and backward
     ring_grad   the same ranks: dK/dV accumulators in backward
     expert      EP ranks: rows of dispatch and combine
     meta        the same ranks as expert: token counts
     replica     EDP ranks that hold the same experts: expert gradients
     world       all ranks: loss, counts and other scalars
+    ulysses     u ranks at one place of a ring: heads for tokens, around attention
     """
 
     grid: RankGrid
@@ -37,6 +38,7 @@ class Groups:
     meta: ProcessGroup | None = None
     replica: ProcessGroup | None = None
     world: ProcessGroup | None = None
+    ulysses: ProcessGroup | None = None
 
 
 def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = None) -> Groups:
@@ -56,6 +58,7 @@ def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = No
         "meta": grid.expert_ranks(),
         "replica": grid.replica_ranks(),
         "world": [list(range(grid.world_size))],
+        "ulysses": grid.ulysses_ranks(),
     }
     rank = dist.get_rank()
     mine: dict[str, ProcessGroup] = {}

@@ -8,19 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from cpmoe.attention.allgather import allgather_attention
 from cpmoe.attention.layout import padded_length, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.plan import deal_batch
-from cpmoe.attention.ring import ring_attention
 from cpmoe.attention.sharding import shard_batch
+from cpmoe.attention.ulysses import sharded_attention
+from cpmoe.parallel.grid import RankGrid
+from cpmoe.parallel.groups import create_groups
 from tests.attention.dense import dense_gradients
-
-STRATEGIES = {"ring": ring_attention, "allgather": allgather_attention}
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Case:
     strategy: str = "ring"
     backend: str = "sdpa"
     dtype: torch.dtype = torch.float64
+    ulysses_size: int = 1
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 4
@@ -43,7 +42,8 @@ class Case:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}-{self.layout}-{self.strategy}-{self.backend}-{kind}"
+        name = f"{self.name}-{self.layout}-{self.strategy}-{self.backend}-{kind}"
+        return f"{name}-ulysses{self.ulysses_size}" if self.ulysses_size > 1 else name
 
 
 def documents(case: Case) -> Tensor:
@@ -78,14 +78,19 @@ def expected(case: Case) -> list[Tensor]:
     return list(dense_gradients(leaves, grad_out, documents(case), case.mask))
 
 
+def padded_to(case: Case, world_size: int) -> int:
+    return padded_length(documents(case).shape[1], world_size, 1, case.layout, case.ulysses_size)
+
+
 def local_indices(case: Case, world_size: int) -> list[Tensor]:
     """Place of every rank's tokens in the padded sequence."""
     documents_BS = documents(case)
-    seq_len = documents_BS.shape[1]
-    missing = padded_length(seq_len, world_size, 1, case.layout) - seq_len
+    missing = padded_to(case, world_size) - documents_BS.shape[1]
     documents_BS = F.pad(documents_BS, (0, missing), value=-1)
-    segments = deal_batch(documents_BS, world_size, case.layout, 1, (case.mask,))
-    return [torch.from_numpy(token_indices(own)) for own in segments]
+    ring_size = world_size // case.ulysses_size
+    segments = deal_batch(documents_BS, ring_size, case.layout, 1, (case.mask,))
+    places = [torch.from_numpy(token_indices(own)) for own in segments]
+    return [part for index in places for part in index.chunk(case.ulysses_size)]
 
 
 def _local(x_BSHD: Tensor, index_T: Tensor, case: Case) -> Tensor:
@@ -105,34 +110,41 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     """[out, dq, dk, dv] of this rank's tokens, in the dtypes the product returns."""
     (q, k, v), grad_out = inputs(case) if given is None else given
     documents_BS = documents(case)
-    shard = shard_batch(*[documents_BS] * 4, world_size, rank, case.layout, masks={"layer": case.mask})
+    shard = shard_batch(
+        *[documents_BS] * 4,
+        world_size,
+        rank,
+        case.layout,
+        masks={"layer": case.mask},
+        ulysses_size=case.ulysses_size,
+    )
     index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
-    out = STRATEGIES[case.strategy](*leaves, shard.plan, *groups, case.backend)
+    out = sharded_attention(*leaves, shard.plan, *groups, case.strategy, case.backend)
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
     return [out.detach(), *grads]
 
 
-def make_groups(world_size: int):
-    if world_size == 1:
-        return None, None
-    return dist.new_group(list(range(world_size))), dist.new_group(list(range(world_size)))
+def make_groups(world_size: int, ulysses_size: int = 1):
+    """(ring, ring_grad, ulysses)"""
+    groups = create_groups(RankGrid(world_size, world_size, ulysses_size=ulysses_size))
+    return groups.ring, groups.ring_grad, groups.ulysses
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
-    groups = make_groups(world_size)
-    return [run_case(case, rank, world_size, groups) for case in cases]
+    groups = {size: make_groups(world_size, size) for size in sorted({case.ulysses_size for case in cases})}
+    return [run_case(case, rank, world_size, groups[case.ulysses_size]) for case in cases]
 
 
 def gathered(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     """Whole-sequence [out, dq, dk, dv] from every rank's; padding beyond the sequence must be exactly 0."""
     world_size = len(parts)
-    seq_len = sum(abs(n) for n in case.rows[0])
+    seq_len = documents(case).shape[1]
     whole = []
     indices = local_indices(case, world_size)
     for tensors in zip(*parts, strict=True):
         full = torch.full(
-            (tensors[0].shape[0], padded_length(seq_len, world_size, 1, case.layout), *tensors[0].shape[2:]),
+            (tensors[0].shape[0], padded_to(case, world_size), *tensors[0].shape[2:]),
             torch.nan,
             dtype=tensors[0].dtype,
         )

@@ -49,6 +49,7 @@ def _grid(world_size: int) -> list[Case]:
             *_masked(world_size),
         ]
     )
+    exact += _exchanging_heads(world_size)
     documents_ = ((seq_len // 2 + 3, seq_len // 2 - 3), (seq_len - 4, -4))
     rounded = [
         Case("rounded", documents_, dtype=dtype, backend=backend, strategy=strategy, head_dim=16)
@@ -61,6 +62,29 @@ def _grid(world_size: int) -> list[Case]:
         for layout, dtype in (("striped", torch.bfloat16), ("balanced", torch.float16))
     ]
     return exact + rounded
+
+
+def _exchanging_heads(world_size: int) -> list[Case]:
+    """Ulysses alone and around a ring, with KV heads that it divides, divides after copying, and one."""
+    rows = ((world_size * 7 + 1, 3, 2), (world_size * 7 + 6,))
+    window = Mask(window=(9, None), num_sinks=2)
+    return [
+        Case(
+            "heads", rows, layout, mask, strategy, ulysses_size=size, num_heads=12, num_kv_heads=num_kv_heads
+        )
+        for size in (2, 3, 4)
+        if world_size % size == 0
+        for layout, mask, strategy, num_kv_heads in (
+            ("zigzag", CAUSAL, "ring", 12),
+            ("zigzag", window, "ring", 4),
+            ("balanced", CAUSAL, "allgather", 6),
+            ("striped", Mask(causal=False), "ring", 1),
+            ("contiguous", window, "ring", 2),
+        )
+    ] + [
+        Case("heads-half", rows, dtype=torch.bfloat16, ulysses_size=2, num_kv_heads=1)
+        for _ in range(world_size % 2 == 0)
+    ]
 
 
 def _masked(world_size: int) -> list[Case]:
@@ -142,9 +166,8 @@ def _tolerances(case: Case, reference: list[torch.Tensor]) -> list[float]:
 def test_output_and_gradients(world_size: int, index: int):
     case = GRIDS[world_size][index]
     actual = gathered(case, _results(world_size)[index])
-    reference = _expected(
-        Case(**{**vars(case), "layout": "", "strategy": "", "backend": "", "contiguous": True})
-    )
+    alone = {"layout": "", "strategy": "", "backend": "", "contiguous": True, "ulysses_size": 1}
+    reference = _expected(Case(**{**vars(case), **alone}))
     padding_BS = documents(case) < 0
     for name, ours, exact, tolerance in zip(
         NAMES, actual, reference, _tolerances(case, reference), strict=True
@@ -235,7 +258,7 @@ def _sums(rank: int, world_size: int):
     x = torch.randn(1, 16 // world_size, 2, 4, dtype=torch.float64, requires_grad=True)
     results = []
     for grad in (None, torch.ones(1, 16 // world_size, 2, 4, dtype=torch.float64)):
-        out = ring_attention(x, x, x, plan, *groups)
+        out = ring_attention(x, x, x, plan, *groups[:2])
         results.append(torch.autograd.grad(out.sum() if grad is None else out, x, grad)[0])
     return results
 

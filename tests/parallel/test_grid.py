@@ -15,7 +15,8 @@ def legal_grids():
     for world in WORLDS:
         for cp, ep, order in itertools.product(divisors(world), divisors(world), ORDERS):
             try:
-                yield RankGrid(world, cp, ep, order)
+                for ulysses in divisors(cp) if world <= 16 else (1,):
+                    yield RankGrid(world, cp, ep, order, ulysses)
             except ValueError as error:
                 # Only an "ep" between the other two axes can fail to tile the world.
                 assert order[1] == "ep" and "do not tile" in str(error)
@@ -24,7 +25,8 @@ def legal_grids():
 def test_every_kind_of_group_tiles_the_world():
     for grid in legal_grids():
         for lists, size, place in (
-            (grid.ring_ranks(), grid.context_parallel_size, grid.context_rank),
+            (grid.ring_ranks(), grid.ring_size, grid.ring_rank),
+            (grid.ulysses_ranks(), grid.ulysses_size, grid.ulysses_rank),
             (grid.data_ranks(), grid.data_parallel_size, grid.data_rank),
             (grid.expert_ranks(), grid.expert_parallel_size, grid.expert_rank),
             (grid.replica_ranks(), grid.expert_replicas, grid.replica_rank),
@@ -38,10 +40,20 @@ def test_every_kind_of_group_tiles_the_world():
 def test_dense_and_expert_groups_cross_in_one_rank():
     for grid in legal_grids():
         for one, other in (
-            (grid.ring_ranks(), grid.data_ranks()),
+            ([] if grid.ulysses_size > 1 else grid.ring_ranks(), grid.data_ranks()),
             (grid.expert_ranks(), grid.replica_ranks()),
         ):
             assert all(len(set(a) & set(b)) == 1 for a in one for b in other), grid
+
+
+def test_rings_and_ulysses_groups_cross_inside_a_sequence():
+    for grid in legal_grids():
+        for ring, ulysses in itertools.product(grid.ring_ranks(), grid.ulysses_ranks()):
+            share_sequence = grid.data_rank(ring[0]) == grid.data_rank(ulysses[0])
+            assert len(set(ring) & set(ulysses)) == share_sequence, grid
+    # Ulysses neighbours are the nearest ranks of a sequence.
+    assert RankGrid(8, 8, ulysses_size=2).ring_ranks() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert RankGrid(8, 8, ulysses_size=2).ulysses_ranks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(

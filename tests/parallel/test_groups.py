@@ -36,6 +36,8 @@ def test_members():
             for cp, ep in itertools.product(divisors(world_size), divisors(world_size))
             for order in (AXES, ("cp", "dp", "ep"))
         ]
+        grids += [RankGrid(world_size, cp, 1, ulysses_size=cp) for cp in divisors(world_size)]
+        grids += [RankGrid(world_size, world_size, 1, ulysses_size=2) for _ in range(world_size == 4)]
         for rank, seen in enumerate(run_distributed(_members, world_size, grids)):
             expected = []
             for grid in grids:
@@ -46,6 +48,7 @@ def test_members():
                     grid.expert_ranks(),
                     grid.replica_ranks(),
                     [list(range(world_size))],
+                    grid.ulysses_ranks(),
                 ):
                     expected.append(next(ranks for ranks in lists if rank in ranks))
             assert seen == expected

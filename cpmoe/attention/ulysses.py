@@ -1,0 +1,95 @@
+"""Ulysses and its hybrid with the ring: heads are exchanged for tokens around the attention of a ring.
+
+Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509; both together as in Fang and Zhao, "USP", arXiv
+2405.07719. The CP ranks of a sequence are r rings' places of u ranks each. Each of the u holds a part of
+that place's tokens with all heads; an all-to-all among them gives each all of these tokens with its share
+of the heads, attention runs over the ring of r ranks, and an all-to-all brings the output back.
+
+Shape letters: U ranks of a Ulysses group, B batch, T local tokens, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from cpmoe.attention.allgather import allgather_attention
+from cpmoe.attention.plan import AttentionPlan
+from cpmoe.attention.ring import ring_attention
+from cpmoe.parallel.comm_clock import comm_clock
+
+STRATEGIES: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "allgather": allgather_attention}
+
+
+def sharded_attention(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    plan: AttentionPlan,
+    ring: ProcessGroup | None,
+    ring_grad: ProcessGroup | None,
+    ulysses: ProcessGroup | None = None,
+    strategy: str = "ring",
+    backend: str = "auto",
+    scale: float | None = None,
+) -> Tensor:
+    """The strategy's attention over `plan`, between two exchanges of heads on `ulysses`: out [B, T, H, D].
+
+    `plan` is the ring's: for U·T tokens, those of the group's ranks one after the other (`shard_batch` with
+    `ulysses_size` U makes both). U must divide H; where it does not divide G, each KV head is exchanged as
+    few times as makes their number a multiple of U. Exchanges are in the input dtype: q, k and v in one,
+    the output in another, and backward the same two. `ulysses` is None for U = 1. All ranks of both groups
+    call it. Raises ValueError for heads that cannot be shared out, and what the strategy raises.
+    """
+    attend = STRATEGIES[strategy]
+    if ulysses is None:
+        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scale)
+    size, num_heads, num_kv_heads = dist.get_world_size(ulysses), q_BTHD.shape[2], k_BTGD.shape[2]
+    if num_heads % size:
+        raise ValueError(f"attention.ulysses_size = {size}: must divide the {num_heads} query heads")
+    copies = size // math.gcd(size, num_kv_heads)
+    if copies > 1:
+        k_BTGD, v_BTGD = (x.repeat_interleave(copies, dim=2) for x in (k_BTGD, v_BTGD))
+    shares = [x.unflatten(2, (size, -1)) for x in (q_BTHD, k_BTGD, v_BTGD)]
+    widths = [share.shape[3] for share in shares]
+    together = _Exchange.apply(torch.cat(shares, dim=3), ulysses, True)
+    out_BTHD = attend(*together.split(widths, dim=2), plan, ring, ring_grad, backend, scale)
+    return _Exchange.apply(out_BTHD, ulysses, False).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """[B, T, U, H, D], a share of heads for each rank → [B, U·T, H, D], this rank's of all; or back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup, gathers_tokens: bool) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.gathers_tokens = group, gathers_tokens
+        return (_gather_tokens if gathers_tokens else _gather_heads)(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return (_gather_heads if ctx.gathers_tokens else _gather_tokens)(grad, ctx.group), None, None
+
+
+def _gather_tokens(x_BTUHD: Tensor, group: ProcessGroup) -> Tensor:
+    return _all_to_all(x_BTUHD.movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+
+
+def _gather_heads(x_BTHD: Tensor, group: ProcessGroup) -> Tensor:
+    parts = x_BTHD.unflatten(1, (dist.get_world_size(group), -1))
+    return _all_to_all(parts.movedim(1, 0), group).movedim(0, 2)
+
+
+def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """parts[j] goes to rank j, which puts it at the place of the sender."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    comm_clock.wait(work, received.device)
+    return received
