@@ -133,7 +133,8 @@ def report(run: RunConfig, prepared: PreparedData, span: tuple[int, int], second
         print(f"  bigram model    {baseline:.4f} nats per token on the same held-out text")
     print(f"  loss curve      {curve}")
     print(f"  checkpoints     {folder / 'checkpoints'}")
-    print(f"  TensorBoard     tensorboard --logdir {folder / 'tensorboard'}")
+    # The folder of all runs: TensorBoard then shows them by their names, beside each other.
+    print(f"  TensorBoard     tensorboard --logdir {folder.parent}")
     print(f"  every number    {folder / 'metrics.jsonl'}", flush=True)
     if run.cpmoe.context_parallel_size > 1 and step >= steps:
         print(

@@ -65,6 +65,7 @@ def build_grid(run: RunConfig) -> RankGrid:
         context_parallel_size=run.cpmoe.context_parallel_size,
         expert_parallel_size=run.cpmoe.expert_parallel_size,
         rank_order=tuple(run.cpmoe.rank_order),
+        ulysses_size=run.cpmoe.attention.ulysses_size,
     )
 
 

@@ -133,7 +133,8 @@ class MetricsWriter:
         """Held-out loss in nats per token, and by the first position of each part of the sequence."""
         self._write_json("eval", {"step": step, "loss": loss, "loss_by_position": by_position})
         events = [("Eval/loss", loss, step)]
-        events += [(f"Eval/loss_from_position_{start}", value, step) for start, value in by_position]
+        # Padded with zeros: TensorBoard sorts names as text.
+        events += [(f"EvalByPosition/loss_from_{start:06d}", value, step) for start, value in by_position]
         self.monitor.write_events(events)
         print(f"step {step}/{self.total_steps}  held-out loss {loss:.4f}", flush=True)
 
@@ -148,25 +149,26 @@ class MetricsWriter:
         return None if self.peak is None else metrics.flops_per_second / self.world_size / self.peak
 
     def _events(self, m: StepMetrics) -> list[tuple[str, float, int]]:
+        """What stands before the slash is a section of TensorBoard's page."""
         values: dict[str, float] = {
-            "loss": m.loss,
-            "aux_loss": m.aux_loss,
-            "z_loss": m.z_loss,
-            "grad_norm": m.grad_norm,
-            "lr": m.lr,
-            "tokens_per_second": m.tokens / m.seconds,
-            "tokens_seen": m.tokens_seen,
-            "memory_gib": m.memory / GIB,
-            "dropped_tokens": m.dropped_tokens,
-            "data_fraction": m.data_seconds / m.seconds,
-            "comm_exposed_fraction": m.comm_exposed_seconds / m.seconds,
+            "Train/loss": m.loss,
+            "Train/aux_loss": m.aux_loss,
+            "Train/z_loss": m.z_loss,
+            "Train/grad_norm": m.grad_norm,
+            "Train/lr": m.lr,
+            "Train/tokens_seen": m.tokens_seen,
+            "Speed/tokens_per_second": m.tokens / m.seconds,
+            "Speed/memory_gib": m.memory / GIB,
+            "Speed/data_fraction": m.data_seconds / m.seconds,
+            "Speed/comm_exposed_fraction": m.comm_exposed_seconds / m.seconds,
+            "MoE/dropped_tokens": m.dropped_tokens,
         }
         mfu = self._mfu(m)
         if mfu is not None:
-            values["mfu"] = mfu
+            values["Speed/mfu"] = mfu
         for layer, load in enumerate(m.load_max_over_mean, start=m.first_sparse_layer):
-            values[f"moe_max_over_mean/layer_{layer}"] = load
-        return [(f"Train/{name}", value, m.step) for name, value in values.items()]
+            values[f"MoE/max_over_mean_layer_{layer:03d}"] = load
+        return [(name, value, m.step) for name, value in values.items()]
 
     def _line(self, m: StepMetrics) -> str:
         mfu = self._mfu(m)

@@ -180,9 +180,13 @@ class Trainer:
             return None
         # Not before: a run that is refused leaves the record of the one that trained here.
         write_run_files(self.folder, self.run)
+        monitor = self.engine.deepspeed.monitor
+        if not self.run.deepspeed.get("wall_clock_breakdown"):
+            # Else the engine adds the learning rate by its own count of samples; ours are written still.
+            monitor.enabled = False
         return MetricsWriter(
             self.folder,
-            self.engine.deepspeed.monitor,
+            monitor,
             self.groups.grid.world_size,
             self.recipe.train.steps,
             peak_flops(self.device),
@@ -196,6 +200,7 @@ class Trainer:
             grid.context_rank(self.rank),
             self.run.cpmoe.attention.layout,
             masks=attention_masks(self.recipe.model),
+            ulysses_size=grid.ulysses_size,
         )
         if self.device.type == "cpu":
             return shard

@@ -77,8 +77,9 @@ def test_quickstart_trains_and_says_where_everything_is(
     lines = whole.stdout.splitlines()
     steps = [int(found[1]) for line in lines if (found := re.match(r"step (\d+)/\d+  loss ", line))]
     assert steps == list(range(1, STEPS + 1)), "one line a step, from one rank"
-    for place in ("loss.png", "checkpoints", "tensorboard", "metrics.jsonl"):
+    for place in ("loss.png", "checkpoints", "metrics.jsonl"):
         assert f"{out / place}" in whole.stdout
+    assert f"tensorboard --logdir {out.parent}\n" in whole.stdout
     for loss in ("held-out loss", "bigram model"):
         assert re.search(rf"{loss} +\d+\.\d+", whole.stdout)
     assert "Traceback" not in whole.stderr

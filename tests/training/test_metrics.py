@@ -40,11 +40,11 @@ def test_line_events_and_jsonl(tmp_path, capsys):
     )
     assert eval_line == "step 120/5000  held-out loss 2.5000"
     values = {name: value for name, value, step in events if step == 120}
-    assert values["Train/tokens_per_second"] == 39248 / 2
-    assert values["Train/mfu"] == 0.4
-    assert values["Train/comm_exposed_fraction"] == 0.031
-    assert values["Train/moe_max_over_mean/layer_2"] == 1.07
-    assert values["Eval/loss"] == 2.5 and values["Eval/loss_from_position_512"] == 2.0
+    assert values["Speed/tokens_per_second"] == 39248 / 2
+    assert values["Speed/mfu"] == 0.4
+    assert values["Speed/comm_exposed_fraction"] == 0.031
+    assert values["MoE/max_over_mean_layer_002"] == 1.07
+    assert values["Eval/loss"] == 2.5 and values["EvalByPosition/loss_from_000512"] == 2.0
     train, evaluation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert train["kind"] == "train" and train["loss"] == 2.41309
     assert evaluation == {
