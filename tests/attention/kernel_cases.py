@@ -37,6 +37,7 @@ class KernelCase:
     softcap: float = 0.0
     scale: float = 0.125
     strided: bool = False
+    descriptors: bool = False
     # Added to the scores of every key of a hop.
     lifts: tuple[float, ...] = field(default=())
 
@@ -129,7 +130,7 @@ def layout(x: Tensor, case: KernelCase, device: str) -> Tensor:
 
 def by_kernels(case: KernelCase, device: str, precision: str = "ieee") -> dict[str, Tensor]:
     """The same through the kernels, hop by hop, into buffers that hold NaN."""
-    from cpmoe.attention.blocks.triton.launch import Problem, delta
+    from cpmoe.attention.blocks.triton.launch import Problem, query_rows
 
     def unwritten(*shape: int) -> Tensor:
         return torch.full(shape, torch.nan, device=device)
@@ -146,6 +147,7 @@ def by_kernels(case: KernelCase, device: str, precision: str = "ieee") -> dict[s
             case.softcap,
             precision,
             architecture_of(q.device),
+            case.descriptors,
         )
         for hop, (k, v) in enumerate(zip(keys, values, strict=True))
     ]
@@ -154,16 +156,17 @@ def by_kernels(case: KernelCase, device: str, precision: str = "ieee") -> dict[s
     for hop, problem in enumerate(problems):
         problem.forward(out, lse, continues=hop > 0).run()
     rounded = out.to(case.dtype)
-    products, dq = unwritten(*rows), unwritten(*rows, case.size_qk)
-    delta(grad_out, rounded, products).run()
+    prepared = unwritten(2, rows[0], rows[2], rows[1])
+    query_rows(grad_out, rounded, lse, prepared).run()
+    dq = unwritten(*rows, case.size_qk)
     places = torch.arange(case.num_keys, dtype=torch.int32, device=device)
     dkv = []
     for hop, problem in enumerate(problems):
-        problem.dq(grad_out, lse, products, dq, continues=hop > 0).run()
+        problem.dq(grad_out, prepared, dq, continues=hop > 0).run()
         sums = [
             unwritten(*problem.k_BUGD.shape[:3], size).contiguous() for size in (case.size_qk, case.size_v)
         ]
-        problem.dkv(grad_out, lse, products, *sums, places, continues=False).run()
+        problem.dkv(grad_out, prepared, *sums, places, continues=False).run()
         dkv.append(sums)
     dk, dv = (torch.cat(x, dim=1) for x in zip(*dkv, strict=True))
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -54,6 +54,10 @@ CASES = [
     KernelCase("gap-down", mask="full", num_hops=3, lifts=(200.0, 100.0, -2000.0), num_keys=40),
     KernelCase("softcap", softcap=3.0, scale=0.5, num_hops=2),
     KernelCase("softcap", softcap=30.0, dtype=torch.bfloat16, mask="documents"),
+    *(
+        KernelCase(f"descriptors-{d}", size_qk=d, size_v=d, dtype=dtype, mask="sinks", descriptors=True)
+        for d, dtype in ((64, torch.bfloat16), (80, torch.float16))
+    ),
     KernelCase("strided", strided=True, batch_size=2, mask="sinks", num_heads=4, num_kv_heads=2),
     KernelCase("strided", strided=True, batch_size=2, dtype=torch.bfloat16, num_heads=4, num_kv_heads=2),
 ]

@@ -150,14 +150,14 @@ class SavedForward:
 class QueryGradient:
     """dQ of all local queries, [B, T, H, D] in the accumulation dtype.
 
-    delta_BTH  rowsum(dO · O), kept for the next block by a backend that computes it with a kernel of its own
+    rows  what a backend derived from the query rows (delta and the like), kept for the next block
     """
 
     def __init__(self, q_BTHD: Tensor) -> None:
         self._shape = q_BTHD.shape
         self._dtype, self._device = accumulation_dtype(q_BTHD.dtype), q_BTHD.device
         self._sum_BTHD: Tensor | None = None
-        self.delta_BTH: Tensor | None = None
+        self.rows: Tensor | None = None
 
     def add(self, rectangle: Rectangle, dq_BTHD: Tensor) -> None:
         """Adds one rectangle's dQ; may keep the tensor it is given."""

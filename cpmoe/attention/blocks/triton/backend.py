@@ -22,7 +22,7 @@ from cpmoe.attention.blocks.accumulators import (
     RunningSoftmax,
     SavedForward,
 )
-from cpmoe.attention.blocks.triton.configs import MAX_WIDTH, architecture_of
+from cpmoe.attention.blocks.triton.configs import MAX_WIDTH, WITH_DESCRIPTORS, architecture_of
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.spans import spans_of_reach
@@ -71,33 +71,40 @@ class TritonBlocks:
         dq: QueryGradient,
         dkv: KeyValueGradient,
     ) -> None:
-        from cpmoe.attention.blocks.triton.launch import delta
+        from cpmoe.attention.blocks.triton.launch import query_rows
 
         grad_out_BTHD, lse_BTH = _rows_last(saved.grad_out_BTHD), saved.lse_BTH
-        if dq.delta_BTH is None:
-            dq.delta_BTH = torch.empty_like(lse_BTH)
-            delta(grad_out_BTHD, saved.out_BTHD, dq.delta_BTH).run()
-        problem = self._problem(saved.q_BTHD, block, reach, saved.scale)
-        problem.dq(grad_out_BTHD, lse_BTH, dq.delta_BTH, *dq.storage()).run()
+        if dq.rows is None:
+            batch_size, num_queries, num_heads = lse_BTH.shape
+            dq.rows = lse_BTH.new_empty(2, batch_size, num_heads, num_queries)
+            query_rows(grad_out_BTHD, saved.out_BTHD, lse_BTH, dq.rows).run()
+        problem = self._problem(saved.q_BTHD, block, reach, saved.scale, grad_out_BTHD)
+        problem.dq(grad_out_BTHD, dq.rows, *dq.storage()).run()
         places_U, covers_all = _places(block.tokens, dkv.tokens, lse_BTH.device)
         dk_BTGD, dv_BTGD, continues = dkv.storage(covers_all)
-        sums = dk_BTGD, dv_BTGD, places_U, continues
-        problem.dkv(grad_out_BTHD, lse_BTH, dq.delta_BTH, *sums).run()
+        problem.dkv(grad_out_BTHD, dq.rows, dk_BTGD, dv_BTGD, places_U, continues).run()
 
-    def _problem(self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, scale: float) -> Problem:
-        from cpmoe.attention.blocks.triton.launch import Problem
+    def _problem(
+        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, scale: float, *others: Tensor
+    ) -> Problem:
+        """For kernels that also load `others`."""
+        from cpmoe.attention.blocks.triton.launch import Problem, fits_descriptor
 
         if scale <= 0:
             raise ValueError(f"scale = {scale}: must be above 0 for the triton backend")
+        q_BTHD, k_BTGD, v_BTGD = (_rows_last(x) for x in (q_BTHD, block.k_BTGD, block.v_BTGD))
+        architecture = architecture_of(q_BTHD.device)
+        fits = fits_descriptor(q_BTHD, k_BTGD, v_BTGD, *others)
         return Problem(
-            _rows_last(q_BTHD),
-            _rows_last(block.k_BTGD),
-            _rows_last(block.v_BTGD),
+            q_BTHD,
+            k_BTGD,
+            v_BTGD,
             spans_of_reach(reach, block.tokens),
             scale,
             softcap=0.0,
             precision=self.float32,
-            architecture=architecture_of(q_BTHD.device),
+            architecture=architecture,
+            descriptors=architecture in WITH_DESCRIPTORS and fits,
         )
 
 

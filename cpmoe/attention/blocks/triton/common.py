@@ -48,18 +48,49 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(
-    base, offsets, columns, valid_rows, PADDED: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr
-):
-    """[rows, columns] at base + offsets[:, None] + columns, 0 outside. PADDED: columns reach past SIZE."""
-    pointers = base + offsets[:, None] + columns[None, :]
+def load_rows(pointers, columns, valid_rows, PADDED: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr):
+    """[rows, columns] at pointers [rows, 1] + columns, 0 outside. PADDED: columns reach past SIZE."""
+    pointers = pointers + columns[None, :]
     if MASKED and PADDED:
-        return tl.load(pointers, mask=valid_rows[:, None] & (columns[None, :] < SIZE), other=0.0)
-    if MASKED:
-        return tl.load(pointers, mask=valid_rows[:, None], other=0.0)
-    if PADDED:
-        return tl.load(pointers, mask=columns[None, :] < SIZE, other=0.0)
-    return tl.load(pointers)
+        tile = tl.load(pointers, mask=valid_rows[:, None] & (columns[None, :] < SIZE), other=0.0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=valid_rows[:, None], other=0.0)
+    elif PADDED:
+        tile = tl.load(pointers, mask=columns[None, :] < SIZE, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_tile(
+    source,
+    batch,
+    first,
+    head,
+    stride_b,
+    stride_t,
+    stride_h,
+    num_tokens,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """[ROWS, WIDTH]: the tokens of one head from `first` on, 0 outside; not MASKED: all of them exist.
+
+    `source` is a pointer to [B, T, H, D], or a descriptor of it with blocks [1, ROWS, 1, WIDTH].
+    """
+    if DESCRIPTORS:
+        tile = source.load([batch, first, head, 0]).reshape([ROWS, WIDTH])
+    else:
+        row = tl.arange(0, ROWS)
+        base = source + wide(batch) * stride_b + wide(head) * stride_h + wide(first) * stride_t
+        pointers = base + (row * stride_t)[:, None]
+        valid = first + row < num_tokens
+        tile = load_rows(pointers, tl.arange(0, WIDTH), valid, WIDTH != SIZE, MASKED, SIZE)
+    return tile
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cpmoe.attention.blocks.triton.configs import Architecture
 from cpmoe.attention.blocks.triton.launch import Launch
@@ -57,6 +58,8 @@ def compile_launch(launch: Launch, architecture: Architecture) -> Resources:
         if isinstance(value, Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1:

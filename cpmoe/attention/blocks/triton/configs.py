@@ -27,46 +27,58 @@ _HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
     "sm_80": {
         ("forward", 64): Tiles(128, 64, 4, 3),
         ("forward", 128): Tiles(128, 64, 8, 2),
-        ("forward", 256): Tiles(64, 32, 4, 2),
+        ("forward", 256): Tiles(64, 64, 8, 1),
+        ("forward", 512): Tiles(64, 64, 8, 1),
         ("dq", 64): Tiles(128, 64, 8, 2),
-        ("dq", 128): Tiles(64, 64, 4, 2),
+        ("dq", 128): Tiles(64, 64, 8, 2),
         ("dq", 256): Tiles(64, 32, 8, 1),
-        ("dkv", 64): Tiles(64, 64, 4, 2),
+        ("dq", 512): Tiles(32, 32, 8, 1),
+        ("dkv", 64): Tiles(32, 64, 4, 2),
         ("dkv", 128): Tiles(64, 64, 8, 2),
         ("dkv", 256): Tiles(32, 32, 8, 1),
+        ("dkv", 512): Tiles(32, 32, 8, 1),
     },
     "sm_90": {
-        ("forward", 64): Tiles(128, 128, 4, 3),
+        ("forward", 64): Tiles(128, 128, 8, 3),
         ("forward", 128): Tiles(128, 128, 8, 2),
         ("forward", 256): Tiles(128, 64, 8, 2),
+        ("forward", 512): Tiles(128, 64, 8, 2),
         ("dq", 64): Tiles(128, 128, 8, 2),
         ("dq", 128): Tiles(128, 64, 8, 2),
-        ("dq", 256): Tiles(64, 64, 8, 1),
+        ("dq", 256): Tiles(64, 64, 8, 2),
+        ("dq", 512): Tiles(64, 32, 8, 2),
         ("dkv", 64): Tiles(64, 128, 8, 2),
-        ("dkv", 128): Tiles(64, 128, 8, 2),
-        ("dkv", 256): Tiles(64, 64, 8, 1),
+        ("dkv", 128): Tiles(64, 64, 8, 2),
+        ("dkv", 256): Tiles(32, 64, 8, 2),
+        ("dkv", 512): Tiles(32, 32, 8, 1),
     },
     "sm_100": {
-        ("forward", 64): Tiles(128, 128, 4, 3),
-        ("forward", 128): Tiles(128, 128, 8, 2),
-        ("forward", 256): Tiles(128, 64, 8, 2),
+        ("forward", 64): Tiles(128, 128, 8, 3),
+        ("forward", 128): Tiles(128, 64, 8, 3),
+        ("forward", 256): Tiles(64, 64, 8, 2),
+        ("forward", 512): Tiles(64, 64, 8, 2),
         ("dq", 64): Tiles(128, 128, 8, 2),
         ("dq", 128): Tiles(128, 64, 8, 2),
-        ("dq", 256): Tiles(64, 64, 8, 1),
+        ("dq", 256): Tiles(64, 64, 8, 2),
+        ("dq", 512): Tiles(64, 64, 8, 1),
         ("dkv", 64): Tiles(64, 128, 8, 2),
-        ("dkv", 128): Tiles(64, 128, 8, 2),
-        ("dkv", 256): Tiles(64, 64, 8, 1),
+        ("dkv", 128): Tiles(64, 64, 8, 2),
+        ("dkv", 256): Tiles(32, 32, 8, 1),
+        ("dkv", 512): Tiles(32, 32, 8, 1),
     },
     "gfx942": {
         ("forward", 64): Tiles(128, 64, 4, 2),
         ("forward", 128): Tiles(128, 64, 8, 1),
         ("forward", 256): Tiles(64, 32, 4, 1),
+        ("forward", 512): Tiles(64, 32, 4, 1),
         ("dq", 64): Tiles(128, 64, 8, 1),
-        ("dq", 128): Tiles(64, 32, 4, 1),
-        ("dq", 256): Tiles(64, 32, 8, 1),
-        ("dkv", 64): Tiles(64, 64, 4, 1),
-        ("dkv", 128): Tiles(32, 64, 8, 1),
-        ("dkv", 256): Tiles(32, 32, 8, 1),
+        ("dq", 128): Tiles(64, 64, 4, 1),
+        ("dq", 256): Tiles(32, 32, 4, 1),
+        ("dq", 512): Tiles(32, 32, 4, 1),
+        ("dkv", 64): Tiles(32, 64, 4, 1),
+        ("dkv", 128): Tiles(32, 64, 4, 1),
+        ("dkv", 256): Tiles(16, 32, 8, 1),
+        ("dkv", 512): Tiles(16, 32, 8, 1),
     },
 }
 
@@ -75,29 +87,47 @@ _SINGLE: dict[tuple[KernelName, int], Tiles] = {
     ("forward", 64): Tiles(64, 32, 4, 2),
     ("forward", 128): Tiles(32, 32, 4, 2),
     ("forward", 256): Tiles(32, 32, 8, 1),
+    ("forward", 512): Tiles(16, 16, 8, 1),
     ("dq", 64): Tiles(32, 32, 4, 2),
     ("dq", 128): Tiles(32, 32, 8, 1),
     ("dq", 256): Tiles(16, 16, 4, 1),
+    ("dq", 512): Tiles(16, 16, 8, 1),
     ("dkv", 64): Tiles(32, 32, 4, 2),
     ("dkv", 128): Tiles(32, 32, 8, 1),
     ("dkv", 256): Tiles(16, 16, 8, 1),
+    ("dkv", 512): Tiles(16, 16, 8, 1),
 }
 
 # Small, so that short sequences have several tiles, unlike each other, so that nothing mixes them up.
 _INTERPRETER = Tiles(64, 32, 4, 1)
-DELTA = Tiles(64, 1, 4, 1)
+# Of the kernel that prepares query rows.
+ROWS = Tiles(64, 1, 4, 1)
 
 
-def tiles_for(kernel: KernelName, architecture: Architecture, width: int, dtype: torch.dtype) -> Tiles:
-    """The entry for heads padded to `width`, the larger of QK's and V's."""
+def tiles_for(
+    kernel: KernelName,
+    architecture: Architecture,
+    width: int,
+    dtype: torch.dtype,
+    descriptors: bool,
+    softcap: bool,
+) -> Tiles:
+    """The entry for heads padded to `width`, the larger of QK's and V's.
+
+    A softcap keeps one more value per score: it takes the entry of heads twice as wide.
+    """
     if architecture == "interpreter":
         return _INTERPRETER
+    if architecture in WITH_DESCRIPTORS and not descriptors:
+        architecture = "sm_80"
     table = _SINGLE if dtype == torch.float32 else _HALF[architecture]
-    limit = min(limit for name, limit in table if name == kernel and limit >= width)
-    return table[kernel, limit]
+    wanted = 2 * width if softcap else width
+    return table[kernel, min(limit for name, limit in table if name == kernel and limit >= wanted)]
 
 
-MAX_WIDTH = max(limit for _, limit in _SINGLE)
+# Their entries hold for loads through descriptors; other loads take the entries of sm_80.
+WITH_DESCRIPTORS = ("sm_90", "sm_100")
+MAX_WIDTH = 256
 
 
 def architecture_of(device: torch.device) -> Architecture:

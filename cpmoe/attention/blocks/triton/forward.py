@@ -17,6 +17,7 @@ from cpmoe.attention.blocks.triton.common import (
     add_product,
     load_bounds,
     load_rows,
+    load_tile,
     product,
     sees,
     tanh,
@@ -64,15 +65,16 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
     LN_2: tl.constexpr = 0.6931471805599453
     HEADROOM: tl.constexpr = 40.0
     WEIGHT: tl.constexpr = 1099511627776.0  # 2^HEADROOM
     tile = tl.load(order_ptr + tl.program_id(0))
-    batch = (tile // tiles_per_row).to(tl.int64)
+    batch = tile // tiles_per_row
     first_head = tl.program_id(1) * PACK
-    kv_head = (first_head // GROUP).to(tl.int64)
+    kv_head = first_head // GROUP
     row = tl.arange(0, BLOCK_M)
     token = (tile % tiles_per_row) * (BLOCK_M // PACK) + row // PACK
     head = first_head + row % PACK
@@ -80,9 +82,11 @@ def forward_kernel(
     column_qk = tl.arange(0, WIDTH_QK)
     column_v = tl.arange(0, WIDTH_V)
 
-    q_rows = token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
-    q = load_rows(q_ptr + batch * q_stride_b, q_rows, column_qk, valid, WIDTH_QK != SIZE_QK, True, SIZE_QK)
-    index = batch * num_queries + token
+    q_rows = (
+        q_ptr + wide(batch) * q_stride_b + token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
+    )
+    q = load_rows(q_rows[:, None], column_qk, valid, WIDTH_QK != SIZE_QK, True, SIZE_QK)
+    index = wide(batch) * num_queries + token
     start, stop, sink_start, sink_stop = load_bounds(bounds_ptr, index, valid, bounds_size, SINKS)
 
     state_rows = index * num_heads + head
@@ -99,8 +103,6 @@ def forward_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
 
-    k_base = k_ptr + batch * k_stride_b + kv_head * k_stride_g
-    v_base = v_ptr + batch * v_stride_b + kv_head * v_stride_g
     # Scores come in units of log2(e) from the factor, or from the cap where there is one.
     factor = scale / softcap if SOFTCAP else scale * LOG2_E
     cap = softcap * LOG2_E
@@ -111,17 +113,20 @@ def forward_kernel(
         for run in range(first_masked if MASKED else first_full, end if MASKED else first_masked):
             for key_tile in range(tl.load(runs_ptr + 2 * run), tl.load(runs_ptr + 2 * run + 1)):
                 key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                has_key = key < num_keys
-                tile_start = wide(key_tile * BLOCK_N)
-                offset = tl.arange(0, BLOCK_N)
-                k = load_rows(
-                    k_base + tile_start * k_stride_t,
-                    offset * k_stride_t,
-                    column_qk,
-                    has_key,
-                    WIDTH_QK != SIZE_QK,
-                    MASKED,
+                k = load_tile(
+                    k_ptr,
+                    batch,
+                    key_tile * BLOCK_N,
+                    kv_head,
+                    k_stride_b,
+                    k_stride_t,
+                    k_stride_g,
+                    num_keys,
+                    BLOCK_N,
                     SIZE_QK,
+                    WIDTH_QK,
+                    MASKED,
+                    DESCRIPTORS,
                 )
                 scores = product(q, tl.trans(k), PRECISION, UPCAST)
                 if SOFTCAP:
@@ -153,14 +158,20 @@ def forward_kernel(
                     decay = tl.exp2(peak - new_peak)
                 peak = new_peak
                 total = total * decay + tl.sum(probs, 1)
-                v = load_rows(
-                    v_base + tile_start * v_stride_t,
-                    offset * v_stride_t,
-                    column_v,
-                    has_key,
-                    WIDTH_V != SIZE_V,
-                    MASKED,
+                v = load_tile(
+                    v_ptr,
+                    batch,
+                    key_tile * BLOCK_N,
+                    kv_head,
+                    v_stride_b,
+                    v_stride_t,
+                    v_stride_g,
+                    num_keys,
+                    BLOCK_N,
                     SIZE_V,
+                    WIDTH_V,
+                    MASKED,
+                    DESCRIPTORS,
                 )
                 acc = add_product(acc * decay[:, None], probs.to(v.dtype), v, PRECISION, UPCAST)
 
@@ -168,7 +179,7 @@ def forward_kernel(
     tile = tl.load(order_ptr + tl.program_id(0), volatile=True)
     token = (tile % tiles_per_row) * (BLOCK_M // PACK) + row // PACK
     valid = token < num_queries
-    state_rows = ((tile // tiles_per_row).to(tl.int64) * num_queries + token) * num_heads + head
+    state_rows = (wide(tile // tiles_per_row) * num_queries + token) * num_heads + head
     out_pointers = out_ptr + state_rows[:, None] * SIZE_V + column_v[None, :]
     out_mask = valid[:, None] & (column_v < SIZE_V)[None, :]
     is_empty = total == 0.0

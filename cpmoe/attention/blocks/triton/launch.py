@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cpmoe.attention.blocks.triton.backward import delta_kernel, dkv_kernel, dq_kernel
-from cpmoe.attention.blocks.triton.configs import DELTA, Architecture, KernelName, Tiles, tiles_for
+from cpmoe.attention.blocks.triton.configs import ROWS, Architecture, KernelName, Tiles, tiles_for
 from cpmoe.attention.blocks.triton.forward import forward_kernel
+from cpmoe.attention.blocks.triton.key_gradient import dkv_kernel
+from cpmoe.attention.blocks.triton.query_gradient import dq_kernel, rows_kernel
 from cpmoe.attention.blocks.triton.tiles import TileLists, bounds_tensor, tile_lists
 from cpmoe.attention.spans import KeySpans
 
@@ -47,7 +49,8 @@ class Problem:
     """What all kernels of one hop share.
 
     q [B, T, H, D], k [B, U, G, D], v [B, U, G, Dv], last stride 1. `precision`: how float32 is multiplied,
-    ieee or tf32. `softcap`: scores become softcap · tanh(score / softcap); 0 for none.
+    ieee or tf32. `softcap`: scores become softcap · tanh(score / softcap); 0 for none. `descriptors`: loops
+    load through tensor descriptors (TMA); the tensors must fit (`fits_descriptor`).
     """
 
     q_BTHD: Tensor
@@ -58,13 +61,15 @@ class Problem:
     softcap: float
     precision: str
     architecture: Architecture
+    descriptors: bool
 
     def forward(self, out_BTHD: Tensor, lse_BTH: Tensor, continues: bool) -> Launch:
         """Continues `out` and `lse` (float32, contiguous), or writes all of them."""
         tiles, pack = self._tiles("forward"), self._pack()
         lists = self._lists(tiles, pack, by_key=False)
         arguments = {
-            **self._inputs(),
+            "q_ptr": self.q_BTHD,
+            **self._keys(tiles),
             "out_ptr": out_BTHD,
             "lse_ptr": lse_BTH,
             **self._visits(lists),
@@ -74,15 +79,16 @@ class Problem:
         grid = self._grid_of_queries(lists, pack, continues)
         return Launch(forward_kernel, grid, arguments, self._constants(tiles, continues, pack), tiles)
 
-    def dq(self, grad_out_BTHD: Tensor, lse_BTH: Tensor, delta_BTH: Tensor, dq: Tensor, continues: bool):
+    def dq(self, grad_out_BTHD: Tensor, rows_2BHT: Tensor, dq: Tensor, continues: bool) -> Launch:
         """Adds to `dq` (float32, contiguous), or writes all of it."""
         tiles, pack = self._tiles("dq"), self._pack()
         lists = self._lists(tiles, pack, by_key=False)
         arguments = {
-            **self._inputs(),
+            "q_ptr": self.q_BTHD,
+            **self._keys(tiles),
             "grad_out_ptr": grad_out_BTHD,
-            "lse_ptr": lse_BTH,
-            "delta_ptr": delta_BTH,
+            "shift_ptr": rows_2BHT[0],
+            "delta_ptr": rows_2BHT[1],
             "dq_ptr": dq,
             **self._visits(lists),
             **self._strides(),
@@ -95,8 +101,7 @@ class Problem:
     def dkv(
         self,
         grad_out_BTHD: Tensor,
-        lse_BTH: Tensor,
-        delta_BTH: Tensor,
+        rows_2BHT: Tensor,
         dk: Tensor,
         dv: Tensor,
         places_U: Tensor,
@@ -106,10 +111,12 @@ class Problem:
         tiles = self._tiles("dkv")
         lists = self._lists(tiles, 1, by_key=True)
         arguments = {
-            **self._inputs(),
-            "grad_out_ptr": grad_out_BTHD,
-            "lse_ptr": lse_BTH,
-            "delta_ptr": delta_BTH,
+            "q_ptr": self._source(self.q_BTHD, tiles.block_m),
+            "k_ptr": self.k_BUGD,
+            "v_ptr": self.v_BUGD,
+            "grad_out_ptr": self._source(grad_out_BTHD, tiles.block_m),
+            "shift_ptr": rows_2BHT[0],
+            "delta_ptr": rows_2BHT[1],
             "dk_ptr": dk,
             "dv_ptr": dv,
             "places_ptr": places_U,
@@ -126,7 +133,8 @@ class Problem:
 
     def _tiles(self, kernel: KernelName) -> Tiles:
         width = max(_width(self.q_BTHD), _width(self.v_BUGD))
-        return tiles_for(kernel, self.architecture, width, self.q_BTHD.dtype)
+        dtype = self.q_BTHD.dtype
+        return tiles_for(kernel, self.architecture, width, dtype, self.descriptors, self.softcap > 0)
 
     def _pack(self) -> int:
         group = self._group()
@@ -141,8 +149,17 @@ class Problem:
     def _grid_of_queries(self, lists: TileLists, pack: int, continues: bool) -> tuple[int, int]:
         return lists.num_active if continues else len(lists.order), self.q_BTHD.shape[2] // pack
 
-    def _inputs(self) -> dict[str, Tensor]:
-        return {"q_ptr": self.q_BTHD, "k_ptr": self.k_BUGD, "v_ptr": self.v_BUGD}
+    def _keys(self, tiles: Tiles) -> dict[str, Tensor | TensorDescriptor]:
+        return {
+            name: self._source(x, tiles.block_n)
+            for name, x in (("k_ptr", self.k_BUGD), ("v_ptr", self.v_BUGD))
+        }
+
+    def _source(self, x: Tensor, num_rows: int) -> Tensor | TensorDescriptor:
+        """What a loop loads [num_rows, D] tiles from."""
+        if not self.descriptors:
+            return x
+        return TensorDescriptor.from_tensor(x, [1, num_rows, 1, _width(x)])
 
     def _visits(self, lists: TileLists) -> dict[str, Tensor]:
         return {
@@ -186,25 +203,38 @@ class Problem:
             "SINKS": self.spans.sink_start_BT is not None,
             "SOFTCAP": self.softcap > 0,
             "PRECISION": self.precision,
+            "DESCRIPTORS": self.descriptors,
             "UPCAST": self.architecture == "interpreter" and self.q_BTHD.dtype == torch.bfloat16,
         }
 
 
-def delta(grad_out_BTHD: Tensor, out_BTHD: Tensor, delta_BTH: Tensor) -> Launch:
-    """Writes rowsum(dO · O) to `delta` (float32, contiguous)."""
+def query_rows(grad_out_BTHD: Tensor, out_BTHD: Tensor, lse_BTH: Tensor, rows_2BHT: Tensor) -> Launch:
+    """Writes what `dq` and `dkv` want of each row to `rows` (float32, contiguous)."""
     batch_size, num_queries, num_heads, size = out_BTHD.shape
     arguments = {
         "grad_out_ptr": grad_out_BTHD,
         "out_ptr": out_BTHD,
-        "delta_ptr": delta_BTH,
+        "lse_ptr": lse_BTH,
+        "shift_ptr": rows_2BHT[0],
+        "delta_ptr": rows_2BHT[1],
         **_strides_of("grad_out", grad_out_BTHD, "h"),
         **_strides_of("out", out_BTHD, "h"),
         "num_queries": num_queries,
         "num_heads": num_heads,
     }
-    constants = {"BLOCK_M": DELTA.block_m, "SIZE_V": size, "WIDTH_V": _width(out_BTHD)}
-    grid = (triton.cdiv(num_queries, DELTA.block_m), batch_size * num_heads)
-    return Launch(delta_kernel, grid, arguments, constants, DELTA)
+    constants = {"BLOCK_M": ROWS.block_m, "SIZE_V": size, "WIDTH_V": _width(out_BTHD)}
+    grid = (triton.cdiv(num_queries, ROWS.block_m), batch_size * num_heads)
+    return Launch(rows_kernel, grid, arguments, constants, ROWS)
+
+
+def fits_descriptor(*tensors: Tensor) -> bool:
+    """Whether TMA can load them: 16-bit, and rows that start at multiples of 16 bytes."""
+    return all(
+        x.dtype != torch.float32
+        and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
 
 
 def _width(x: Tensor) -> int:

@@ -1,0 +1,82 @@
+"""Every kernel in every default configuration, as calls on meta tensors to be compiled ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, Architecture, KernelName
+from cpmoe.attention.spans import KeySpans
+
+if TYPE_CHECKING:
+    from cpmoe.attention.blocks.triton.launch import Launch
+
+ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
+KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkv")
+HEAD_SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
+NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS = 256, 8, 2
+
+
+class Entry(NamedTuple):
+    """A kernel that continues earlier sums, over spans with sinks; `softcap`: with one."""
+
+    kernel: KernelName
+    architecture: Architecture
+    dtype: torch.dtype
+    size_qk: int
+    size_v: int
+    softcap: bool
+
+    def __str__(self) -> str:
+        sizes = f"{self.size_qk}" if self.size_qk == self.size_v else f"{self.size_qk}/{self.size_v}"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.architecture} {self.kernel} {kind} {sizes}{' softcap' if self.softcap else ''}"
+
+
+def entries() -> Iterator[Entry]:
+    for architecture in ARCHITECTURES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for size_qk, size_v in HEAD_SIZES:
+                for softcap in (False, True):
+                    for kernel in KERNELS:
+                        yield Entry(kernel, architecture, dtype, size_qk, size_v, softcap)
+
+
+def launch_of(entry: Entry) -> Launch:
+    """The entry's call, on tensors without storage; for a process without TRITON_INTERPRET."""
+    from cpmoe.attention.blocks.triton.launch import Problem
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def sums(num_heads: int, size: int) -> Tensor:
+        return empty(1, NUM_TOKENS, num_heads, size)
+
+    def input_(num_heads: int, size: int) -> Tensor:
+        return empty(1, NUM_TOKENS, num_heads, size, dtype=entry.dtype)
+
+    start = torch.zeros(1, NUM_TOKENS, dtype=torch.int32)
+    stop = torch.arange(1, NUM_TOKENS + 1, dtype=torch.int32)[None]
+    problem = Problem(
+        input_(NUM_HEADS, entry.size_qk),
+        input_(NUM_KV_HEADS, entry.size_qk),
+        input_(NUM_KV_HEADS, entry.size_v),
+        KeySpans(start, stop, NUM_TOKENS, start, start),
+        scale=entry.size_qk**-0.5,
+        softcap=30.0 if entry.softcap else 0.0,
+        precision="ieee",
+        architecture=entry.architecture,
+        descriptors=entry.architecture in WITH_DESCRIPTORS and entry.dtype != torch.float32,
+    )
+    if entry.kernel == "forward":
+        out, lse = sums(NUM_HEADS, entry.size_v), empty(1, NUM_TOKENS, NUM_HEADS)
+        return problem.forward(out, lse, continues=True)
+    grad_out, rows = input_(NUM_HEADS, entry.size_v), empty(2, 1, NUM_HEADS, NUM_TOKENS)
+    if entry.kernel == "dq":
+        return problem.dq(grad_out, rows, sums(NUM_HEADS, entry.size_qk), continues=True)
+    dk, dv = (sums(NUM_KV_HEADS, size) for size in (entry.size_qk, entry.size_v))
+    places = empty(NUM_TOKENS, dtype=torch.int32)
+    return problem.dkv(grad_out, rows, dk, dv, places, continues=True)
