@@ -98,12 +98,15 @@ def _groups(run: RunConfig) -> str:
         run.cpmoe.context_parallel_size,
         run.cpmoe.expert_parallel_size,
         run.cpmoe.rank_order,
+        run.cpmoe.attention.ulysses_size,
     )
     kinds = {
         "ring": (grid.ring_ranks(), "share a sequence"),
         "expert": (grid.expert_ranks(), "hold all experts together"),
         "replica": (grid.replica_ranks(), "hold the same experts"),
     }
+    if grid.ulysses_size > 1:
+        kinds["ulysses"] = grid.ulysses_ranks(), "exchange heads at one place of a ring"
     return "\n".join(
         f"{name:7}  {len(lists)} x {len(lists[0])} ranks that {meaning}: {_lists(lists)}"
         for name, (lists, meaning) in kinds.items()

@@ -52,6 +52,16 @@ def check_grid(cpmoe: CpmoeConfig, recipe: Recipe, world_size: int) -> Iterator[
             yield Problem("cpmoe.rank_order", constraint, cpmoe.rank_order, legal)
 
 
+def check_ulysses(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
+    """Ranks that exchange heads are a part of CP and share the query heads evenly."""
+    size, cp = cpmoe.attention.ulysses_size, cpmoe.context_parallel_size
+    heads = recipe.model.num_attention_heads
+    if cp % size or heads % size:
+        legal = join_numbers(divisors(math.gcd(cp, heads)))
+        constraint = f"must divide context_parallel_size {cp} and model.num_attention_heads {heads}"
+        yield Problem("cpmoe.attention.ulysses_size", constraint, size, legal)
+
+
 def check_sequence(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
     """Every rank owns at least one token of each of its chunks."""
     chunks = shard_chunks(cpmoe)
@@ -65,9 +75,9 @@ def check_sequence(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
 
 def shard_chunks(cpmoe: CpmoeConfig) -> int:
     """Chunks of a sequence; its length is padded to a multiple of them."""
-    cp = cpmoe.context_parallel_size
+    cp, ring = cpmoe.context_parallel_size, cpmoe.context_parallel_size // cpmoe.attention.ulysses_size
     per_rank = {"zigzag": 2, "balanced": 8}.get(cpmoe.attention.layout, 1)
-    return per_rank * cp if cp > 1 else 1
+    return math.lcm(per_rank * ring if ring > 1 else 1, cp)
 
 
 def check_experts(config: DeepSpeedConfig, recipe: Recipe) -> Iterator[Problem]:

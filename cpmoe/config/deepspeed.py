@@ -32,6 +32,9 @@ class AttentionConfig(Block):
     backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32"] = "auto"
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
+    ulysses_size: Count = 1
+    """Neighbouring ranks of a sequence that exchange heads for tokens (Ulysses); rings join the
+    context_parallel_size / ulysses_size groups of them."""
 
 
 class ExpertsConfig(Block):
@@ -64,6 +67,7 @@ class CommunicationConfig(Block):
     meta: GroupOptions = GroupOptions()
     replica: GroupOptions = GroupOptions()
     world: GroupOptions = GroupOptions()
+    ulysses: GroupOptions = GroupOptions()
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Options given per group kind, as `create_groups` takes them."""

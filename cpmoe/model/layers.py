@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpmoe.attention.allgather import allgather_attention
 from cpmoe.attention.plan import AttentionPlan
-from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.parallel.groups import Groups
-
-STRATEGIES = {"ring": ring_attention, "allgather": allgather_attention}
 
 
 class RMSNorm(nn.Module):
@@ -76,18 +73,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
         self.groups = groups
-        self.attend = STRATEGIES[strategy]
+        self.strategy = strategy
         self.backend = backend
 
     def forward(self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan) -> Tensor:
-        """x_BTM [B, T, M] → [B, T, M]; KV travels on `ring`, its gradient on `ring_grad`."""
+        """[B, T, M] → the same. KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
         q_BTHD = rotate(self.q_norm(self.q_proj(x_BTM).view(heads)), rotary)
         k_BTGD = rotate(self.k_norm(self.k_proj(x_BTM).view(heads)), rotary)
         v_BTGD = self.v_proj(x_BTM).view(heads)
-        out_BTHD = self.attend(
-            q_BTHD, k_BTGD, v_BTGD, plan, self.groups.ring, self.groups.ring_grad, self.backend
-        )
+        groups = self.groups
+        on = groups.ring, groups.ring_grad, groups.ulysses
+        out_BTHD = sharded_attention(q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend)
         return self.o_proj(out_BTHD.flatten(2))
 
 

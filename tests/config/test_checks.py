@@ -60,6 +60,11 @@ def test_the_grid_is_refused_exactly_where_it_can_not_be_built(order):
             "at CP 4; legal: integers >= 4",
         ),
         (
+            ["cpmoe.attention.ulysses_size=4", "cpmoe.context_parallel_size=2"],
+            "cpmoe.attention.ulysses_size = 4: must divide context_parallel_size 2 and "
+            "model.num_attention_heads 4; legal: 1, 2",
+        ),
+        (
             ["model.moe_intermediate_size=30", "cpmoe.experts.backend=grouped_mm"],
             "model.moe_intermediate_size = 30: must be a multiple of 4 for cpmoe.experts.backend "
             '"grouped_mm"; '
@@ -77,12 +82,13 @@ def test_the_shortest_sequence_and_one_that_needs_padding_are_legal(files):
 
 
 @pytest.mark.parametrize("layout", get_args(AttentionConfig.model_fields["layout"].annotation))
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_chunks_are_those_of_attention(layout, cp):
-    from cpmoe.attention.layout import num_chunks
+@pytest.mark.parametrize(("cp", "ulysses"), [(1, 1), (2, 1), (4, 1), (2, 2), (6, 2), (6, 3)])
+def test_chunks_are_those_of_attention(layout, cp, ulysses):
+    from cpmoe.attention.layout import padded_length
 
-    cpmoe = CpmoeConfig.model_validate({"context_parallel_size": cp, "attention": {"layout": layout}})
-    assert shard_chunks(cpmoe) == num_chunks(cp, 1, layout)
+    attention = {"layout": layout, "ulysses_size": ulysses}
+    cpmoe = CpmoeConfig.model_validate({"context_parallel_size": cp, "attention": attention})
+    assert shard_chunks(cpmoe) == padded_length(1, cp, 1, layout, ulysses)
 
 
 ZERO = "zero_optimization"

@@ -32,13 +32,16 @@ class Layout(NamedTuple):
     cp: int
     ep: int
     order: tuple[str, ...] = ("ep", "cp", "dp")
+    ulysses_size: int = 1
 
     @property
     def grid(self) -> RankGrid:
-        return RankGrid(self.world, self.cp, self.ep, self.order)
+        return RankGrid(self.world, self.cp, self.ep, self.order, self.ulysses_size)
 
     def __str__(self) -> str:
         suffix = "" if self.order == ("ep", "cp", "dp") else "-" + "".join(self.order)
+        if self.ulysses_size > 1:
+            suffix += f"-ulysses{self.ulysses_size}"
         return f"dp{self.world // self.cp}cp{self.cp}ep{self.ep}{suffix}"
 
 
@@ -113,6 +116,7 @@ def rank_shards(
             grid.context_rank(rank),
             sharding,
             masks=attention_masks(config),
+            ulysses_size=grid.ulysses_size,
         )
         for batch in batches
     ]

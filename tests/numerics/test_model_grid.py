@@ -40,6 +40,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "sharding": ("zigzag", "contiguous", "striped", "balanced"),
     "loss_chunk_tokens": (1024, 3),
 }
+# The four heads of each case, and KV heads that are fewer.
+ULYSSES = [
+    Job(Layout(world, world, 1, ulysses_size=size), case, strategy=strategy)
+    for world, size, case, strategy in (
+        (2, 2, "packed", "ring"),
+        (4, 2, "sliding", "ring"),
+        (4, 2, "ragged", "allgather"),
+        (4, 4, "crowded", "ring"),
+    )
+]
 BACKENDS = {"attention": ("reference", "sdpa"), "experts": ("loop", "grouped_mm")}
 
 
@@ -61,7 +71,7 @@ TRAINED = [
     )
     for dtype in ("float64", "float32")
 ]
-for _job in TRAINED:
+for _job in TRAINED + ULYSSES:
     JOBS[_job.layout.world].append(_job)
 
 
@@ -90,7 +100,7 @@ def _trained_losses(case: str, num_steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("job", [job for world in WORLDS for job in _jobs(world)], ids=str)
+@pytest.mark.parametrize("job", [job for world in WORLDS for job in _jobs(world)] + ULYSSES, ids=str)
 def test_step_is_that_of_one_process(job: Job) -> None:
     assert not failures(_errors(job), job.dtype)
 
