@@ -22,7 +22,7 @@ from cpmoe.attention.blocks.accumulators import (
     RunningSoftmax,
     SavedForward,
 )
-from cpmoe.attention.blocks.triton.configs import MAX_WIDTH, WITH_DESCRIPTORS, architecture_of
+from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, architecture_of, max_width
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.spans import spans_of_reach
@@ -54,8 +54,9 @@ class TritonBlocks:
             )
         if q_BTHD.dtype not in DTYPES:
             return f"{q_BTHD.dtype} is not one of bfloat16, float16, float32"
-        if max(q_BTHD.shape[-1], k_BTGD.shape[-1]) > MAX_WIDTH:
-            return f"head size {q_BTHD.shape[-1]} is more than {MAX_WIDTH}"
+        widest = max_width(architecture_of(q_BTHD.device), q_BTHD.dtype)
+        if q_BTHD.shape[-1] > widest:
+            return f"head size {q_BTHD.shape[-1]} is more than {widest}, the most for {q_BTHD.dtype}"
         return None
 
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,21 +29,22 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     size_qk: int
     size_v: int
+    precision: str
     softcap: bool
 
     def __str__(self) -> str:
         sizes = f"{self.size_qk}" if self.size_qk == self.size_v else f"{self.size_qk}/{self.size_v}"
-        kind = str(self.dtype).removeprefix("torch.")
+        kind = "bfloat16" if self.dtype == torch.bfloat16 else f"float32 {self.precision}"
         return f"{self.architecture} {self.kernel} {kind} {sizes}{' softcap' if self.softcap else ''}"
 
 
 def entries() -> Iterator[Entry]:
-    for architecture in ARCHITECTURES:
-        for dtype in (torch.bfloat16, torch.float32):
-            for size_qk, size_v in HEAD_SIZES:
-                for softcap in (False, True):
-                    for kernel in KERNELS:
-                        yield Entry(kernel, architecture, dtype, size_qk, size_v, softcap)
+    """bfloat16 stands for float16, which compiles alike; float32 has heads of up to 64 only."""
+    for architecture, kernel in product(ARCHITECTURES, KERNELS):
+        for sizes, softcap in product(HEAD_SIZES, (False, True)):
+            yield Entry(kernel, architecture, torch.bfloat16, *sizes, "ieee", softcap)
+        for precision in ("ieee", "tf32"):
+            yield Entry(kernel, architecture, torch.float32, 64, 64, precision, False)
 
 
 def launch_of(entry: Entry) -> Launch:
@@ -67,7 +69,7 @@ def launch_of(entry: Entry) -> Launch:
         KeySpans(start, stop, NUM_TOKENS, start, start),
         scale=entry.size_qk**-0.5,
         softcap=30.0 if entry.softcap else 0.0,
-        precision="ieee",
+        precision=entry.precision,
         architecture=entry.architecture,
         descriptors=entry.architecture in WITH_DESCRIPTORS and entry.dtype != torch.float32,
     )

@@ -33,8 +33,8 @@ _HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
         ("dq", 128): Tiles(64, 64, 8, 2),
         ("dq", 256): Tiles(64, 32, 8, 1),
         ("dq", 512): Tiles(32, 32, 8, 1),
-        ("dkv", 64): Tiles(32, 64, 4, 2),
-        ("dkv", 128): Tiles(64, 64, 8, 2),
+        ("dkv", 64): Tiles(32, 64, 8, 2),
+        ("dkv", 128): Tiles(32, 64, 8, 2),
         ("dkv", 256): Tiles(32, 32, 8, 1),
         ("dkv", 512): Tiles(32, 32, 8, 1),
     },
@@ -82,20 +82,19 @@ _HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
     },
 }
 
-# float32 products run without matrix units where they are exact, so tiles are small, the same everywhere.
-_SINGLE: dict[tuple[KernelName, int], Tiles] = {
-    ("forward", 64): Tiles(64, 32, 4, 2),
-    ("forward", 128): Tiles(32, 32, 4, 2),
-    ("forward", 256): Tiles(32, 32, 8, 1),
-    ("forward", 512): Tiles(16, 16, 8, 1),
-    ("dq", 64): Tiles(32, 32, 4, 2),
-    ("dq", 128): Tiles(32, 32, 8, 1),
-    ("dq", 256): Tiles(16, 16, 4, 1),
-    ("dq", 512): Tiles(16, 16, 8, 1),
-    ("dkv", 64): Tiles(32, 32, 4, 2),
-    ("dkv", 128): Tiles(32, 32, 8, 1),
-    ("dkv", 256): Tiles(16, 16, 8, 1),
-    ("dkv", 512): Tiles(16, 16, 8, 1),
+# float32, by how it is multiplied; everywhere the same. Exact products keep whole rows of both operands in
+# registers where there are no matrix units for them, so wider heads would spill.
+_SINGLE: dict[str, dict[tuple[KernelName, int], Tiles]] = {
+    "ieee": {
+        ("forward", 64): Tiles(32, 32, 8, 1),
+        ("dq", 64): Tiles(32, 32, 8, 1),
+        ("dkv", 64): Tiles(16, 16, 4, 1),
+    },
+    "tf32": {
+        ("forward", 64): Tiles(64, 32, 8, 1),
+        ("dq", 64): Tiles(64, 32, 8, 1),
+        ("dkv", 64): Tiles(32, 32, 4, 1),
+    },
 }
 
 # Small, so that short sequences have several tiles, unlike each other, so that nothing mixes them up.
@@ -109,25 +108,30 @@ def tiles_for(
     architecture: Architecture,
     width: int,
     dtype: torch.dtype,
+    precision: str,
     descriptors: bool,
     softcap: bool,
 ) -> Tiles:
-    """The entry for heads padded to `width`, the larger of QK's and V's.
+    """The entry for heads padded to `width`, the larger of QK's and V's, at most `max_width`.
 
-    A softcap keeps one more value per score: it takes the entry of heads twice as wide.
+    A softcap keeps one more value per score: in 16 bits it takes the entry of heads twice as wide.
     """
     if architecture == "interpreter":
         return _INTERPRETER
     if architecture in WITH_DESCRIPTORS and not descriptors:
         architecture = "sm_80"
-    table = _SINGLE if dtype == torch.float32 else _HALF[architecture]
-    wanted = 2 * width if softcap else width
+    table = _SINGLE[precision] if dtype == torch.float32 else _HALF[architecture]
+    wanted = 2 * width if softcap and dtype != torch.float32 else width
     return table[kernel, min(limit for name, limit in table if name == kernel and limit >= wanted)]
 
 
 # Their entries hold for loads through descriptors; other loads take the entries of sm_80.
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
-MAX_WIDTH = 256
+
+
+def max_width(architecture: Architecture, dtype: torch.dtype) -> int:
+    """The widest heads there are entries for."""
+    return 64 if dtype == torch.float32 and architecture != "interpreter" else 256
 
 
 def architecture_of(device: torch.device) -> Architecture:

@@ -134,7 +134,10 @@ class Problem:
     def _tiles(self, kernel: KernelName) -> Tiles:
         width = max(_width(self.q_BTHD), _width(self.v_BUGD))
         dtype = self.q_BTHD.dtype
-        return tiles_for(kernel, self.architecture, width, dtype, self.descriptors, self.softcap > 0)
+        has_softcap = self.softcap > 0
+        return tiles_for(
+            kernel, self.architecture, width, dtype, self.precision, self.descriptors, has_softcap
+        )
 
     def _pack(self) -> int:
         group = self._group()
