@@ -5,11 +5,15 @@ Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cpmoe.attention.blocks.accumulators import accumulation_dtype
 from cpmoe.attention.plan import AttentionPlan
+
+DKV_DTYPES = ("float32", "bfloat16")
 
 
 def check_inputs(
@@ -43,3 +47,11 @@ def check_inputs(
         size = 1 if group is None else dist.get_world_size(group)
         if size != plan.cp_size:
             raise ValueError(f"group {name} has {size} ranks and the plan is for {plan.cp_size}")
+
+
+def wire_dtype(dtype: torch.dtype, dkv_dtype: str) -> torch.dtype:
+    """What dKV is sent in for inputs of `dtype`: float64 stays. Raises ValueError for an unknown choice."""
+    if dkv_dtype not in DKV_DTYPES:
+        raise ValueError(f"attention.dkv_dtype = {dkv_dtype!r}: must be one of {', '.join(DKV_DTYPES)}")
+    sums = accumulation_dtype(dtype)
+    return torch.bfloat16 if sums == torch.float32 and dkv_dtype == "bfloat16" else sums

@@ -38,6 +38,7 @@ def sharded_attention(
     strategy: str = "ring",
     backend: str = "auto",
     scale: float | None = None,
+    dkv_dtype: str = "float32",
 ) -> Tensor:
     """The strategy's attention over `plan`, between two exchanges of heads on `ulysses`: out [B, T, H, D].
 
@@ -49,7 +50,7 @@ def sharded_attention(
     """
     attend = STRATEGIES[strategy]
     if ulysses is None:
-        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scale)
+        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scale, dkv_dtype)
     size, num_heads, num_kv_heads = dist.get_world_size(ulysses), q_BTHD.shape[2], k_BTGD.shape[2]
     if num_heads % size:
         raise ValueError(f"attention.ulysses_size = {size}: must divide the {num_heads} query heads")
@@ -59,7 +60,7 @@ def sharded_attention(
     shares = [x.unflatten(2, (size, -1)) for x in (q_BTHD, k_BTGD, v_BTGD)]
     widths = [share.shape[3] for share in shares]
     together = _Exchange.apply(torch.cat(shares, dim=3), ulysses, True)
-    out_BTHD = attend(*together.split(widths, dim=2), plan, ring, ring_grad, backend, scale)
+    out_BTHD = attend(*together.split(widths, dim=2), plan, ring, ring_grad, backend, scale, dkv_dtype)
     return _Exchange.apply(out_BTHD, ulysses, False).flatten(2, 3)
 
 

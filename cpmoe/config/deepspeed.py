@@ -32,6 +32,8 @@ class AttentionConfig(Block):
     backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32"] = "auto"
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
+    dkv_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients of keys and values are sent in; bfloat16 halves the bytes and rounds at each hop."""
     ulysses_size: Count = 1
     """Neighbouring ranks of a sequence that exchange heads for tokens (Ulysses); rings join the
     context_parallel_size / ulysses_size groups of them."""

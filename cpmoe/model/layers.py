@@ -61,7 +61,9 @@ def rotate(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention over a sequence that is split over the `ring` group."""
 
-    def __init__(self, config: ModelConfig, groups: Groups, strategy: str, backend: str) -> None:
+    def __init__(
+        self, config: ModelConfig, groups: Groups, strategy: str, backend: str, dkv_dtype: str
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
@@ -75,6 +77,7 @@ class Attention(nn.Module):
         self.groups = groups
         self.strategy = strategy
         self.backend = backend
+        self.dkv_dtype = dkv_dtype
 
     def forward(self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan) -> Tensor:
         """[B, T, M] → the same. KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
@@ -84,7 +87,9 @@ class Attention(nn.Module):
         v_BTGD = self.v_proj(x_BTM).view(heads)
         groups = self.groups
         on = groups.ring, groups.ring_grad, groups.ulysses
-        out_BTHD = sharded_attention(q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend)
+        out_BTHD = sharded_attention(
+            q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend, dkv_dtype=self.dkv_dtype
+        )
         return self.o_proj(out_BTHD.flatten(2))
 
 

@@ -32,7 +32,8 @@ class ModelOptions:
     """How the model computes, none of which changes what it computes.
 
     attention_strategy  ring | allgather
-    attention_backend   auto | reference | sdpa
+    attention_backend   auto | reference | sdpa | triton | triton_tf32
+    attention_dkv_dtype float32 | bfloat16: what gradients of keys and values are sent in
     experts_backend     auto | grouped_mm | loop
     recompute           none | full: forget a block's activations and compute them again in backward
     loss_chunk_tokens   rows of logits that exist at once
@@ -40,6 +41,7 @@ class ModelOptions:
 
     attention_strategy: str = "ring"
     attention_backend: str = "auto"
+    attention_dkv_dtype: str = "float32"
     experts_backend: str = "auto"
     recompute: str = "none"
     loss_chunk_tokens: int = 1024
@@ -87,7 +89,9 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: ModelConfig, index: int, groups: Groups, options: ModelOptions) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, groups, options.attention_strategy, options.attention_backend)
+        self.self_attn = Attention(
+            config, groups, options.attention_strategy, options.attention_backend, options.attention_dkv_dtype
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.is_sparse = index >= config.first_k_dense_replace
         self.mlp: nn.Module = (

@@ -33,6 +33,7 @@ class Case:
     backend: str = "sdpa"
     dtype: torch.dtype = torch.float64
     ulysses_size: int = 1
+    dkv_dtype: str = "float32"
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 4
@@ -120,7 +121,9 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     )
     index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
-    out = sharded_attention(*leaves, shard.plan, *groups, case.strategy, case.backend)
+    out = sharded_attention(
+        *leaves, shard.plan, *groups, case.strategy, case.backend, dkv_dtype=case.dkv_dtype
+    )
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
     return [out.detach(), *grads]
 

@@ -230,6 +230,8 @@ def test_errors_name_what_can():
         ring_attention(q, k.float(), v, plan, None, None)
     with pytest.raises(ValueError, match=r"twice the same \[B, T, G, D\]"):
         ring_attention(q, k, v[:, :3], plan, None, None)
+    with pytest.raises(ValueError, match=r"attention\.dkv_dtype = 'half': must be one of float32, bfloat16"):
+        ring_attention(q, k, v, plan, None, None, dkv_dtype="half")
     with pytest.raises(ValueError, match="group ring has 1 ranks and the plan is for 2"):
         ring_attention(q, k, v, build_plan(torch.zeros(1, 8, dtype=torch.long), 2, 0), None, None)
 

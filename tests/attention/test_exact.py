@@ -56,6 +56,10 @@ def _grid(world_size: int) -> list[Case]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for strategy, backend in (("ring", "sdpa"), ("ring", "reference"), ("allgather", "sdpa"))
     ]
+    rounded += [
+        Case("dkv", documents_, dtype=torch.bfloat16, strategy=strategy, head_dim=16, dkv_dtype="bfloat16")
+        for strategy in ("ring", "allgather")
+    ]
     window = Mask(window=(9, None), num_sinks=2)
     rounded += [
         Case("rounded-window", documents_, layout, window, dtype=dtype, head_dim=16)
@@ -147,12 +151,16 @@ def _one_process(case: Case) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(case.dtype))]
 
 
-def _tolerances(case: Case, reference: list[torch.Tensor]) -> list[float]:
+def _tolerances(case: Case, world_size: int, reference: list[torch.Tensor]) -> list[float]:
     if case.dtype == torch.float64:
         return [1e-12] + 3 * [1e-10]
     if case.dtype == torch.float32:
         return [1e-6] + 3 * [1e-5]
-    return [2 * relative_error(x, y) for x, y in zip(_one_process(case), reference, strict=True)]
+    tolerances = [2 * relative_error(x, y) for x, y in zip(_one_process(case), reference, strict=True)]
+    if case.dkv_dtype == "bfloat16":
+        # Each transfer rounds what it carries by half a unit in the last of 8 places.
+        tolerances[2:] = [tolerance + (world_size - 1) * 2**-9 for tolerance in tolerances[2:]]
+    return tolerances
 
 
 @pytest.mark.parametrize(
@@ -166,11 +174,18 @@ def _tolerances(case: Case, reference: list[torch.Tensor]) -> list[float]:
 def test_output_and_gradients(world_size: int, index: int):
     case = GRIDS[world_size][index]
     actual = gathered(case, _results(world_size)[index])
-    alone = {"layout": "", "strategy": "", "backend": "", "contiguous": True, "ulysses_size": 1}
+    alone = {
+        "layout": "",
+        "strategy": "",
+        "backend": "",
+        "contiguous": True,
+        "ulysses_size": 1,
+        "dkv_dtype": "",
+    }
     reference = _expected(Case(**{**vars(case), **alone}))
     padding_BS = documents(case) < 0
     for name, ours, exact, tolerance in zip(
-        NAMES, actual, reference, _tolerances(case, reference), strict=True
+        NAMES, actual, reference, _tolerances(case, world_size, reference), strict=True
     ):
         assert ours.dtype == case.dtype, name
         assert torch.equal(ours[padding_BS], torch.zeros_like(ours[padding_BS])), f"{name} of padding"

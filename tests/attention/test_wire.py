@@ -51,12 +51,14 @@ def test_two_ranks():
         Case("in-chunks", ((8, 8, 8, 8),)),
         Case("tail", ((6, 4, 22),)),
         Case("contiguous", ((32,),), layout="contiguous"),
+        Case("half-dkv", ((32,),), dtype=torch.bfloat16, dkv_dtype="bfloat16"),
     ]
     first, second = run_distributed(_count, 2, cases)
     assert _tokens(first[0]["ring"]) == [8] and _tokens(second[0]["ring"]) == [16]
     assert _tokens(first[0]["ring_grad"]) == [16] and _tokens(second[0]["ring_grad"]) == [8]
     assert first[1]["ring"] == [(8 * WIDTH, torch.bfloat16)]
     assert first[1]["ring_grad"] == [(16 * WIDTH, torch.float32)]
+    assert first[5]["ring_grad"] == [(16 * WIDTH, torch.bfloat16)]
     assert first[2] == second[2] == {"ring": [], "ring_grad": []}
     # Document [6, 10) goes over the edge from rank 0 to rank 1, [10, 32) over that from rank 1 to rank 0.
     assert _tokens(first[3]["ring"]) == [2] and _tokens(second[3]["ring"]) == [14]
