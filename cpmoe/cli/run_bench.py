@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def benchmarks() -> dict[str, str]:
-    """Name -> docstring of every module here that defines `run`: what it measures and how long it takes."""
+    """Name -> docstring of every module here that defines `run`: what it measures, and how."""
     found = {}
     for path in sorted((Path(__file__).parent / "bench").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

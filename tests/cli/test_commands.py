@@ -165,6 +165,18 @@ def test_bench_finds_its_modules_and_refuses_others(capsys):
     assert capsys.readouterr().err.startswith("error: nothing: unknown benchmark")
 
 
+@pytest.mark.parametrize("name", ["attention", "exactness", "memory", "train"])
+def test_help_of_a_benchmark_says_what_it_measures(capsys, name):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", name, "--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert benchmarks()[name] in printed
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert benchmarks()[name].splitlines()[0] in capsys.readouterr().out
+
+
 def test_bench_hands_the_file_to_the_benchmark(monkeypatch, tmp_path):
     handed = []
     module = type(sys)("cpmoe.cli.bench.probe")
