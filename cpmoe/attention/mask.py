@@ -61,6 +61,16 @@ class Visible(NamedTuple):
         """[S] keys that each query sees."""
         return self.stop - self.start + self.sink_stop - self.sink_start
 
+    def of_queries(self, first: int, last: int) -> Visible:
+        """The same where only the tokens [first, last) are queries: all others see nothing."""
+        start_S, stop_S = self.start.copy(), self.stop.copy()
+        # Empty ranges that leave both bounds ascending.
+        stop_S[:first] = start_S[:first]
+        start_S[last:] = stop_S[last:] = np.arange(last, len(start_S))
+        sink_stop_S = self.sink_start.copy()
+        sink_stop_S[first:last] = self.sink_stop[first:last]
+        return self._replace(start=start_S, stop=stop_S, sink_stop=sink_stop_S)
+
 
 def visible_keys(documents_C2: np.ndarray, seq_len: int, mask: Mask) -> Visible:
     """Bounds for the documents [start, stop) of one sequence of `seq_len` tokens, ascending."""

@@ -88,6 +88,7 @@ class HopBytes(NamedTuple):
 class AttentionPlan:
     """The attention of rank `cp_rank` for one batch, the same for all layers of one mask.
 
+    num_queries  this rank's tokens that attend; num_tokens: those attended to, the queries last
     own         the hop of distance 0, which needs no transfer
     remote      the others, by ascending distance
     is_relayed  KV and dKV move from hop to hop; else each hop's go straight between their two ranks
@@ -98,6 +99,7 @@ class AttentionPlan:
     cp_size: int
     cp_rank: int
     batch_size: int
+    num_queries: int
     num_tokens: int
     own: Hop
     remote: tuple[RemoteHop, ...]
@@ -111,7 +113,7 @@ class AttentionPlan:
 
     @property
     def all_tokens(self) -> TokenRanges:
-        """Every local token of a rank."""
+        """Every local token of a rank that is attended to."""
         return TokenRanges(((0, self.num_tokens),))
 
     @property
@@ -177,8 +179,12 @@ def build_plan(
     num_slices: int = 1,
     mask: Mask = CAUSAL,
     segments: Sequence[Segments] | None = None,
+    slice_index: int | None = None,
 ) -> AttentionPlan:
     """The plan of rank `cp_rank` for attention under `mask` inside documents.
+
+    `slice_index`: only the tokens of this causal slice are queries, and keys are those of this slice and
+    the ones before it; None for all tokens in one plan.
 
     `documents_BS` int64 [B, S] on CPU, S padded to the layout (`padded_length`), equal on all ranks of the
     ring: document ids ≥ 0, each on one contiguous run of tokens, -1 on padding, which nobody sees and
@@ -191,11 +197,18 @@ def build_plan(
     rows_C, place_B = visible_rows(documents_BS, mask)
     if segments is None:
         segments = deal_batch(documents_BS, cp_size, layout, num_slices, (mask,))
+    num_tokens = num_queries = padded_len // cp_size
+    if slice_index is not None:
+        assert mask.causal, "a slice sees none of a later one"
+        slice_len = padded_len // num_slices
+        rows_C = [row.of_queries(slice_index * slice_len, (slice_index + 1) * slice_len) for row in rows_C]
+        num_queries = slice_len // cp_size
+        num_tokens = (slice_index + 1) * num_queries
     needs = Needs(segments)
     for visible in rows_C:
         needs.add(visible)
     is_relayed = needs.relay_excess() <= MAX_RELAY_EXCESS
-    index_T = token_indices(segments[cp_rank])
+    index_T = token_indices(segments[cp_rank])[num_tokens - num_queries : num_tokens]
 
     def reach(source: int) -> Reach:
         counter = LocalCounter(segments[source])
@@ -207,7 +220,8 @@ def build_plan(
         cp_size=cp_size,
         cp_rank=cp_rank,
         batch_size=batch_size,
-        num_tokens=padded_len // cp_size,
+        num_queries=num_queries,
+        num_tokens=num_tokens,
         own=Hop(0, cp_rank, reach(cp_rank)),
         remote=_remote_hops(cp_size, cp_rank, reach, needs, is_relayed),
         is_relayed=is_relayed,

@@ -48,6 +48,11 @@ class SequenceShard:
         (plan,) = self.plans.values()
         return plan
 
+    @property
+    def follows(self) -> bool:
+        """Whether these tokens also attend to those of the causal slice before them."""
+        return any(plan.num_tokens > plan.num_queries for plan in self.plans.values())
+
 
 def shard_batch(
     tokens_BS: Tensor,
@@ -60,6 +65,7 @@ def shard_batch(
     num_slices: int = 1,
     masks: Mapping[str, Mask] = FULL_ATTENTION,
     ulysses_size: int = 1,
+    slice_index: int | None = None,
 ) -> SequenceShard:
     """Pads whole sequences to the layout's grid and takes the tokens of rank `cp_rank`.
 
@@ -67,7 +73,9 @@ def shard_batch(
     already restart in each document, since neither can be computed from a shard. `documents_BS` are ids
     ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. `masks` names the kinds of layers and
     what each sees. With `ulysses_size` u the layout deals to CP / u places, whose tokens u ranks share in
-    order. Raises ValueError for unequal shapes, an unknown layout or ill-formed documents.
+    order. `slice_index` chooses one causal slice of `num_slices`, whose plan has the keys of the earlier
+    ones too; None takes all in one. Raises ValueError for unequal shapes, an unknown layout or ill-formed
+    documents.
     """
     shapes = {tuple(x.shape) for x in (tokens_BS, labels_BS, positions_BS, documents_BS)}
     if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
@@ -84,10 +92,13 @@ def shard_batch(
     documents_BS = padded(documents_BS, PADDING_DOCUMENT)
     segments = deal_batch(documents_BS, ring_size, layout, num_slices, tuple(masks.values()))
     plans = {
-        kind: build_plan(documents_BS, ring_size, ring_rank, layout, num_slices, mask, segments)
+        kind: build_plan(documents_BS, ring_size, ring_rank, layout, num_slices, mask, segments, slice_index)
         for kind, mask in masks.items()
     }
-    index_UT = token_indices(segments[ring_rank]).reshape(ulysses_size, -1)
+    index = token_indices(segments[ring_rank])
+    if slice_index is not None:
+        index = index.reshape(num_slices, -1)[slice_index]
+    index_UT = index.reshape(ulysses_size, -1)
     index_T = torch.from_numpy(index_UT[cp_rank % ulysses_size]).to(tokens_BS.device)
     return SequenceShard(
         tokens_BT=padded(tokens_BS, 0)[:, index_T],

@@ -46,10 +46,16 @@ class ExpertsConfig(Block):
 
 
 class CoscheduleConfig(Block):
-    """How a micro-batch is sliced and its phases ordered."""
+    """How a micro-batch is sliced and its phases ordered.
 
-    policy: Literal["serial"] = "serial"
-    slices: Literal["none"] = "none"
+    policy  serial: one phase after the other; overlap: the phases of two slices interleave
+    slices  batch: two halves of a rank's sequences; causal: two halves of every sequence, the second of
+            which attends to both; none: one slice, which has nothing to overlap with; auto: where the
+            policy is overlap, batch if a micro-batch has two or more sequences, else causal
+    """
+
+    policy: Literal["serial", "overlap"] = "serial"
+    slices: Literal["auto", "batch", "causal", "none"] = "auto"
 
 
 class GroupOptions(Block):

@@ -16,6 +16,7 @@ from cpmoe.config.errors import ConfigError, Problem, raise_if_any
 from cpmoe.config.recipe import DataConfig, Recipe
 from cpmoe.config.refused import take_refused
 from cpmoe.config.settings import Settings, apply_overrides, read_deepspeed, read_recipe
+from cpmoe.config.slicing import choose_slicing
 from cpmoe.config.validation import parse
 
 DEFAULT_DEEPSPEED: dict[str, Any] = {
@@ -41,6 +42,8 @@ class RunConfig:
     batch: BatchEquation
     dtype: Literal["float32", "bfloat16"]
     zero_stage: int
+    slicing: str
+    """How a micro-batch is cut: none, batch or causal."""
     gradient_clipping: float
     """Largest gradient norm, 0 for none. At stage 0 DeepSpeed gets 0: its norm there differs between
     replicas of experts, so the engine clips."""
@@ -153,15 +156,17 @@ def resolve(
         total=recipe.train.global_batch_size or None,
     )
     solution = None if world_size % cp else solve(sizes, world_size // cp)
-    if isinstance(solution, Problem):
-        problems.append(solution)
+    slicing: str | Problem = "none"
+    if isinstance(solution, tuple):
+        slicing = choose_slicing(cpmoe, solution[0], recipe.data.seq_len)
+    problems += [problem for problem in (solution, slicing) if isinstance(problem, Problem)]
     raise_if_any([locate(problem) for problem in problems])
-    assert isinstance(solution, tuple)
+    assert isinstance(solution, tuple) and isinstance(slicing, str)
 
     micro, accumulation, total = solution
     train = recipe.train.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})
     recipe = recipe.model_copy(update={"train": train})
-    chunks = checks.shard_chunks(cpmoe)
+    chunks = checks.shard_chunks(cpmoe) * (2 if slicing == "causal" else 1)
     batch = BatchEquation(
         world_size=world_size,
         dp=world_size // cp,
@@ -180,6 +185,7 @@ def resolve(
         batch=batch,
         dtype="bfloat16" if config.bf16.enabled else "float32",
         zero_stage=stage,
+        slicing=slicing,
         gradient_clipping=recipe.optim.max_grad_norm,
     )
 

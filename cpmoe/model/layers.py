@@ -79,17 +79,22 @@ class Attention(nn.Module):
         self.backend = backend
         self.dkv_dtype = dkv_dtype
 
-    def forward(self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan) -> Tensor:
-        """[B, T, M] → the same. KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
+    def project(self, x_BTM: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """x_BTM [B, T, M] → rotated q_BTHD, rotated k_BTGD and v_BTGD."""
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
         q_BTHD = rotate(self.q_norm(self.q_proj(x_BTM).view(heads)), rotary)
         k_BTGD = rotate(self.k_norm(self.k_proj(x_BTM).view(heads)), rotary)
-        v_BTGD = self.v_proj(x_BTM).view(heads)
-        groups = self.groups
-        on = groups.ring, groups.ring_grad, groups.ulysses
-        out_BTHD = sharded_attention(
+        return q_BTHD, k_BTGD, self.v_proj(x_BTM).view(heads)
+
+    def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, plan: AttentionPlan) -> Tensor:
+        """[B, T, H, D]: KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
+        on = self.groups.ring, self.groups.ring_grad, self.groups.ulysses
+        return sharded_attention(
             q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend, dkv_dtype=self.dkv_dtype
         )
+
+    def output(self, out_BTHD: Tensor) -> Tensor:
+        """out_BTHD → [B, T, M]"""
         return self.o_proj(out_BTHD.flatten(2))
 
 

@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks of attention and (sparse) MLP, head and losses.
+"""The decoder: embedding, blocks that a schedule runs, head and losses.
 
 Shape letters: B batch, T local tokens, M model dim, V vocabulary, E experts, L sparse layers.
 """
@@ -6,45 +6,28 @@ Shape letters: B batch, T local tokens, M model dim, V vocabulary, E experts, L 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.recipe import ModelConfig
-from cpmoe.model.layers import Attention, RMSNorm, Rotary, SwiGLU, rotary_angles
+from cpmoe.coschedule.executor import Observer, execute
+from cpmoe.coschedule.schedule import Schedule, build_schedule, segments
+from cpmoe.coschedule.verify import verify
+from cpmoe.model.block import DecoderBlock, SliceInputs, SliceState
+from cpmoe.model.layers import RMSNorm, rotary_angles
 from cpmoe.model.loss import chunked_cross_entropy
+from cpmoe.model.options import ModelOptions
 from cpmoe.moe.balance import router_z_loss, switch_aux_loss
 from cpmoe.moe.experts import init_experts
 from cpmoe.moe.layer import MoELayer, MoEStats
-from cpmoe.moe.replay import RoutingReplay
 from cpmoe.parallel.groups import Groups
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How the model computes, none of which changes what it computes.
-
-    attention_strategy  ring | allgather
-    attention_backend   auto | reference | sdpa | triton | triton_tf32
-    attention_dkv_dtype float32 | bfloat16: what gradients of keys and values are sent in
-    experts_backend     auto | grouped_mm | loop
-    recompute           none | full: forget a block's activations and compute them again in backward
-    loss_chunk_tokens   rows of logits that exist at once
-    """
-
-    attention_strategy: str = "ring"
-    attention_backend: str = "auto"
-    attention_dkv_dtype: str = "float32"
-    experts_backend: str = "auto"
-    recompute: str = "none"
-    loss_chunk_tokens: int = 1024
 
 
 class LossScale(NamedTuple):
@@ -65,7 +48,7 @@ class ModelOutput(NamedTuple):
 
     loss             scalar; its sum over ranks and micro-steps is the loss of the step
     cross_entropy    scalar, this rank's sum of token losses in nats, not divided
-    token_losses_BT  this rank's token losses, 0 where the label is ignored
+    losses_T         this rank's token losses in the order of `flat`, 0 where the label is ignored
     aux_loss         scalar, this rank's share of the balance loss summed over layers, before its coefficient
     z_loss           scalar, this rank's sum of router logsumexp² over layers and tokens, not divided
     counts_LE        int64, routed rows per sparse layer and global expert over all ranks
@@ -73,60 +56,10 @@ class ModelOutput(NamedTuple):
 
     loss: Tensor
     cross_entropy: Tensor
-    token_losses_BT: Tensor
+    losses_T: Tensor
     aux_loss: Tensor
     z_loss: Tensor
     counts_LE: Tensor
-
-
-class DecoderBlock(nn.Module):
-    """Pre-norm attention, then a dense SwiGLU or a mixture of experts.
-
-    ZeRO-3 gathers a block as one unit, so its phases may use any parameter of it at any time, and
-    recomputation is inside, where the parameters are there in backward too.
-    """
-
-    def __init__(self, config: ModelConfig, index: int, groups: Groups, options: ModelOptions) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(
-            config, groups, options.attention_strategy, options.attention_backend, options.attention_dkv_dtype
-        )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_sparse = index >= config.first_k_dense_replace
-        self.mlp: nn.Module = (
-            MoELayer(config, groups, options.experts_backend)
-            if self.is_sparse
-            else SwiGLU(config.hidden_size, config.intermediate_size)
-        )
-        self.recompute = options.recompute == "full"
-
-    def forward(
-        self, x_BTM: Tensor, rotary: Rotary, plan: AttentionPlan, real_BT: Tensor
-    ) -> tuple[Tensor, MoEStats | None]:
-        """x_BTM [B, T, M] → the same, and the statistics of a sparse layer; real_BT is False at padding."""
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._compute(x_BTM, rotary, plan, real_BT, None)
-        # Stopping early could leave a collective that other ranks still wait for.
-        return checkpoint(
-            self._compute, x_BTM, rotary, plan, real_BT, RoutingReplay(),
-            use_reentrant=False, preserve_rng_state=False, early_stop=False,
-        )  # fmt: skip
-
-    def _compute(
-        self,
-        x_BTM: Tensor,
-        rotary: Rotary,
-        plan: AttentionPlan,
-        real_BT: Tensor,
-        replay: RoutingReplay | None,
-    ) -> tuple[Tensor, MoEStats | None]:
-        x_BTM = x_BTM + self.self_attn(self.input_layernorm(x_BTM), rotary, plan)
-        normed_BTM = self.post_attention_layernorm(x_BTM)
-        if not self.is_sparse:
-            return x_BTM + self.mlp(normed_BTM), None
-        y_BTM, stats = self.mlp(normed_BTM, real_BT, replay)
-        return x_BTM + y_BTM, stats
 
 
 class Decoder(nn.Module):
@@ -140,19 +73,49 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.config = config
+        self.policy, self.crossing = options.coschedule_policy, options.recompute == "none"
+        self.observer: Observer | None = None
+        for num_slices in (1, 2):
+            verify(self.schedule(num_slices), [block.is_sparse for block in self.blocks()], num_slices)
 
-    def forward(self, shard: SequenceShard) -> tuple[Tensor, list[MoEStats]]:
-        """A shard of [B, T] tokens → hidden states [B, T, M] and the statistics of each sparse layer."""
-        x_BTM = self.embed_tokens(shard.tokens_BT)
-        config = self.config
-        rotary = rotary_angles(shard.positions_BT, config.head_dim, config.rope_theta, x_BTM.dtype)
-        real_BT = shard.documents_BT >= 0
+    def forward(self, slices: Sequence[SequenceShard]) -> tuple[Tensor, list[list[MoEStats]]]:
+        """Slices of [B, T] tokens → hidden states of all their tokens, [tokens, M], in the order of `flat`.
+
+        Also the statistics of every slice, for each sparse layer.
+        """
+        x_TM = self.embed_tokens(flat([shard.tokens_BT for shard in slices]))
+        states = self._states(slices, x_TM)
+        xs = [state.x_BTM for state in states]
+        blocks = self.blocks()
+        hosted = segments(self.schedule(len(slices)))
         all_stats = []
-        for block, kind in zip(self.layers, config.layer_types, strict=True):
-            x_BTM, stats = block(x_BTM, rotary, shard.plans[kind], real_BT)
-            if stats is not None:
-                all_stats.append(stats)
-        return self.norm(x_BTM), all_stats
+        for host, block in enumerate(blocks):
+            *xs, stats = block(states, partial(execute, hosted[host], blocks, observer=self.observer), *xs)
+            if block.is_sparse:
+                all_stats.append([s for s in stats if s is not None])
+        for state, x_BTM in zip(states, xs, strict=True):
+            state.x_BTM = x_BTM
+        execute(hosted.get(len(blocks), ()), blocks, states, self.observer)
+        return self.norm(flat([state.x_BTM for state in states])), all_stats
+
+    def schedule(self, num_slices: int) -> Schedule:
+        """The phases of a forward, in the order in which every rank runs them."""
+        sparse = [block.is_sparse for block in self.blocks()]
+        return build_schedule(self.policy, sparse, num_slices, self.crossing)
+
+    def blocks(self) -> list[DecoderBlock]:
+        return [cast(DecoderBlock, block) for block in self.layers]
+
+    def _states(self, slices: Sequence[SequenceShard], x_TM: Tensor) -> list[SliceState]:
+        config = self.config
+        xs = x_TM.split([shard.tokens_BT.numel() for shard in slices])
+        states: list[SliceState] = []
+        for shard, x in zip(slices, xs, strict=True):
+            rotary = rotary_angles(shard.positions_BT, config.head_dim, config.rope_theta, x.dtype)
+            inputs = SliceInputs(rotary, shard.plans, shard.documents_BT >= 0)
+            before = states[-1] if shard.follows else None
+            states.append(SliceState(inputs, x.view(*shard.tokens_BT.shape, -1), before=before))
+        return states
 
 
 class LMHead(nn.Module):
@@ -163,11 +126,9 @@ class LMHead(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, x_BTM: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        total, losses_T = chunked_cross_entropy(
-            x_BTM.flatten(0, 1), self.weight, labels_BT.flatten(), self.chunk_tokens
-        )
-        return total, losses_T.view(labels_BT.shape)
+    def forward(self, x_TM: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the token losses, and each of them [T]."""
+        return chunked_cross_entropy(x_TM, self.weight, labels_T, self.chunk_tokens)
 
 
 class CausalLM(nn.Module):
@@ -184,38 +145,49 @@ class CausalLM(nn.Module):
         self.config = config
         self.groups = groups
 
-    def forward(self, shard: SequenceShard, scale: LossScale) -> ModelOutput:
-        """The loss of this rank's `shard` in one micro-step; all ranks of the run take part.
+    def forward(self, slices: Sequence[SequenceShard], scale: LossScale) -> ModelOutput:
+        """The loss of this rank's `slices` of one micro-batch; all ranks of the run take part.
 
         loss = Σ cross entropy / V + Σ_layers (aux_coef · aux / G + z_coef · Σ logsumexp² / tokens), with
         V, tokens and G of `scale`. Counts of the balance loss are those of this micro-step over all
         ranks. Communicates on ring, ring_grad, expert and meta in the blocks, and on world once.
         """
-        hidden_BTM, stats = self.model(shard)
-        counts_LE = self._stack([s.counts_E for s in stats], hidden_BTM, torch.int64)
+        hidden_TM, stats = self.model(slices)
+        counts = [sum_of(s.counts_E for s in layer) for layer in stats]
+        counts_LE = self._stack(counts, hidden_TM, torch.int64)
         reduced = None
         if self.groups.world is not None and stats:
             reduced = dist.all_reduce(counts_LE, group=self.groups.world, async_op=True)
-        cross_entropy, token_losses_BT = self.lm_head(hidden_BTM, shard.labels_BT)
+        cross_entropy, losses_T = self.lm_head(hidden_TM, flat([shard.labels_BT for shard in slices]))
         if reduced is not None:
             reduced.wait()
         wide = cross_entropy.dtype
-        probs_sum_LE = self._stack([s.probs_sum_E for s in stats], hidden_BTM, wide)
+        probs_sum_LE = self._stack([sum_of(s.probs_sum_E for s in layer) for layer in stats], hidden_TM, wide)
         aux_loss = switch_aux_loss(probs_sum_LE, counts_LE, self.config.num_experts_per_tok).sum()
-        z_sum = sum((s.zsum for s in stats), start=cross_entropy.new_zeros(()))
+        z_sum = sum((s.zsum for layer in stats for s in layer), start=cross_entropy.new_zeros(()))
         loss = (
             cross_entropy / max(scale.num_label_tokens, 1)
             + self.config.router_aux_loss_coef / scale.num_micro_steps * aux_loss
             + self.config.router_z_loss_coef * router_z_loss(z_sum, scale.num_tokens)
         )
         return ModelOutput(
-            loss, cross_entropy.detach(), token_losses_BT, aux_loss.detach(), z_sum.detach(), counts_LE
+            loss, cross_entropy.detach(), losses_T, aux_loss.detach(), z_sum.detach(), counts_LE
         )
 
     def _stack(self, rows: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
         if rows:
             return torch.stack(rows)
         return like.new_zeros((0, self.config.num_experts), dtype=dtype)
+
+
+def flat(parts: Sequence[Tensor]) -> Tensor:
+    """[B, T, ...] of every slice → [tokens, ...]: slice after slice, row after row."""
+    return torch.cat([part.flatten(0, 1) for part in parts]) if len(parts) > 1 else parts[0].flatten(0, 1)
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor, itself where there is one."""
+    return reduce(add, tensors)
 
 
 def init_weights(model: CausalLM, seed: int) -> None:

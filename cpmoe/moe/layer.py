@@ -116,18 +116,22 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, MoEStats]:
         """x_BTM [B, T, M]; mask_BT bool [B, T] is False at padding, which is not routed (None: none)."""
         state = self.route(x_BTM, mask_BT, replay)
-        self.exchange_counts(state)
-        self.permute(state)
-        self.dispatch_start(state)
-        self.run_shared_expert(state)
-        self.dispatch_wait(state)
-        self.run_experts(state)
-        self.combine_start(state)
-        self.combine_wait(state)
+        for phase in (
+            self.dispatch_start,
+            self.run_shared_expert,
+            self.dispatch_wait,
+            self.run_experts,
+            self.combine_start,
+            self.combine_wait,
+        ):
+            phase(state)
         return self.unpermute(state), state.stats
 
     def route(self, x_BTM: Tensor, mask_BT: Tensor | None, replay: RoutingReplay | None) -> MoEState:
-        """Chooses experts and begins a call. `forward` documents the arguments."""
+        """Chooses experts, and starts telling the ranks of `groups.meta` how many rows come.
+
+        A replayed call knows that already. `forward` documents the arguments.
+        """
         x_TM = x_BTM.flatten(0, 1)
         routing = self.router(x_TM, None if mask_BT is None else mask_BT.flatten(), replay)
         stats = MoEStats(
@@ -135,28 +139,22 @@ class MoELayer(nn.Module):
             zsum=routing.logsumexp_T.square().sum(),
             counts_E=count_rows(routing.indices_TK, self.num_experts),
         )
-        return MoEState(x_TM, x_BTM.shape, replay, routing, stats)
-
-    def exchange_counts(self, state: MoEState) -> None:
-        """Starts telling the ranks of `groups.meta` how many rows come; a replayed call knows already."""
-        if state.replay is not None and state.replay.splits is not None:
-            state.splits = state.replay.splits
+        state = MoEState(x_TM, x_BTM.shape, replay, routing, stats)
+        if replay is not None and replay.splits is not None:
+            state.splits = replay.splits
         else:
-            state.exchange = CountExchange(state.stats.counts_E, self.groups.meta)
-
-    def permute(self, state: MoEState) -> None:
-        """Copies tokens to rows, sorted by global expert."""
-        state.permutation = sort_by_expert(state.routing.indices_TK)
-        state.rows_RM = permute(state.x_TM, state.permutation)
+            state.exchange = CountExchange(stats.counts_E, self.groups.meta)
+        return state
 
     def dispatch_start(self, state: MoEState) -> None:
-        """Reads the counts on the host and launches the rows on `groups.expert`."""
+        """Copies tokens to rows sorted by expert, reads the counts, launches the rows on `groups.expert`."""
+        state.permutation = sort_by_expert(state.routing.indices_TK)
+        state.rows_RM = permute(state.x_TM, state.permutation)
         if state.splits is None:
             assert state.exchange is not None
             state.splits = state.exchange.splits()
             if state.replay is not None:
                 state.replay.splits = state.splits
-        assert state.rows_RM is not None
         num_rows = sum(state.splits.send)
         if num_rows < len(state.rows_RM):
             state.rows_RM = state.rows_RM[:num_rows]

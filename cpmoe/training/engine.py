@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -21,9 +22,9 @@ from torch import nn
 
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.resolve import RunConfig
+from cpmoe.model.block import DecoderBlock
 from cpmoe.model.transformer import (
     CausalLM,
-    DecoderBlock,
     LossScale,
     ModelOptions,
     ModelOutput,
@@ -85,6 +86,7 @@ def build_model(run: RunConfig, groups: Groups) -> CausalLM:
             attention_backend=run.cpmoe.attention.backend,
             attention_dkv_dtype=run.cpmoe.attention.dkv_dtype,
             experts_backend=run.cpmoe.experts.backend,
+            coschedule_policy=run.cpmoe.coschedule.policy,
             recompute=recipe.train.recompute,
             loss_chunk_tokens=recipe.train.loss_chunk_tokens,
         ),
@@ -142,9 +144,9 @@ class TrainingEngine:
         """The learning rate of the next step."""
         return self.deepspeed.get_lr()[0]
 
-    def micro_step(self, shard: SequenceShard, scale: LossScale) -> ModelOutput:
+    def micro_step(self, slices: Sequence[SequenceShard], scale: LossScale) -> ModelOutput:
         """Forward and backward of one micro-batch; gradients are reduced in the last of a step."""
-        output: ModelOutput = self.deepspeed(shard, scale)
+        output: ModelOutput = self.deepspeed(slices, scale)
         self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)
         self.micro_steps_left -= 1
         if self.micro_steps_left:

@@ -29,10 +29,11 @@ def evaluate(
     engine.deepspeed.eval()
     with torch.no_grad():
         for shard in shards:
-            output = engine.deepspeed(shard, LossScale(1, 1, 1))
+            output = engine.deepspeed((shard,), LossScale(1, 1, 1))
             part_T = (shard.index_T.to(device) * NUM_PARTS // seq_len).clamp_max(NUM_PARTS - 1)
             labelled_BT = shard.labels_BT != IGNORED_LABEL
-            sums[0].index_add_(0, part_T, output.token_losses_BT.sum(0, dtype=torch.float64))
+            losses_BT = output.losses_T.view_as(shard.labels_BT)
+            sums[0].index_add_(0, part_T, losses_BT.sum(0, dtype=torch.float64))
             sums[1].index_add_(0, part_T, labelled_BT.sum(0, dtype=torch.float64))
     engine.deepspeed.train()
     if groups.world is not None:

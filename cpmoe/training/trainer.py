@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard, shard_batch
+from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard
+from cpmoe.attention.slicing import shard_slices
 from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint, step_of
 from cpmoe.config.resolve import RunConfig
 from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
@@ -173,7 +174,7 @@ class Trainer:
                 prepared.documents("heldout"), data.seq_len, self.recipe.train.eval_sequences
             )
             batches = heldout_batches(heldout, dp_rank, grid.data_parallel_size, batch.micro_batch_size)
-            self.heldout = [self._shard(b) for b in batches]
+            self.heldout = [self._shards(b, "none")[0] for b in batches]
 
     def _build_writer(self) -> MetricsWriter | None:
         if self.rank != 0:
@@ -192,18 +193,20 @@ class Trainer:
             peak_flops(self.device),
         )
 
-    def _shard(self, batch: SequenceBatch) -> SequenceShard:
+    def _shards(self, batch: SequenceBatch, slicing: str) -> tuple[SequenceShard, ...]:
         grid = self.groups.grid
-        shard = shard_batch(
+        shards = shard_slices(
             *batch,
             grid.context_parallel_size,
             grid.context_rank(self.rank),
             self.run.cpmoe.attention.layout,
-            masks=attention_masks(self.recipe.model),
-            ulysses_size=grid.ulysses_size,
+            slicing,
+            attention_masks(self.recipe.model),
+            grid.ulysses_size,
         )
-        if self.device.type == "cpu":
-            return shard
+        return shards if self.device.type == "cpu" else tuple(map(self._moved, shards))
+
+    def _moved(self, shard: SequenceShard) -> SequenceShard:
         moved: dict[str, Any] = {
             field.name: value.to(self.device, non_blocking=True)
             for field in dataclasses.fields(shard)
@@ -214,13 +217,13 @@ class Trainer:
     def _one_step(self) -> None:
         comm_clock.take()
         start = time.perf_counter()
-        shards = [self._shard(batch) for batch in self.stream.next_step()]
+        micro_batches = [self._shards(batch, self.run.slicing) for batch in self.stream.next_step()]
         data_seconds = time.perf_counter() - start
-        scale = self._loss_scale(shards)
+        scale = self._loss_scale(micro_batches)
         lr = self.engine.lr
-        outputs = [self.engine.micro_step(shard, scale) for shard in shards]
+        outputs = [self.engine.micro_step(slices, scale) for slices in micro_batches]
         sums = self._reduce(outputs, scale)
-        self._check_finite(sums, shards, scale)
+        self._check_finite(sums, micro_batches, scale)
         grad_norm = self.engine.step()
         self.watch.clear()
         self.step += 1
@@ -257,15 +260,16 @@ class Trainer:
         every = self.recipe.train.log_every
         self.writer.step(metrics, show=self.step % every == 0 or self.step in (1, self.recipe.train.steps))
 
-    def _loss_scale(self, shards: list[SequenceShard]) -> LossScale:
+    def _loss_scale(self, micro_batches: list[tuple[SequenceShard, ...]]) -> LossScale:
         """Label and token counts of the step over all ranks."""
+        shards = [shard for slices in micro_batches for shard in slices]
         labelled = [(s.labels_BT != IGNORED_LABEL).sum() for s in shards]
         real = [(s.documents_BT >= 0).sum() for s in shards]
         counts = torch.stack([torch.stack(labelled).sum(), torch.stack(real).sum()])
         if self.groups.world is not None:
             dist.all_reduce(counts, group=self.groups.world)
         labels, tokens = counts.tolist()
-        return LossScale(labels, tokens, len(shards))
+        return LossScale(labels, tokens, len(micro_batches))
 
     def _reduce(self, outputs: list[ModelOutput], scale: LossScale) -> dict[str, float]:
         """Sums over micro-steps and ranks, and how many ranks saw a bad gradient or were asked to stop."""
@@ -279,7 +283,9 @@ class Trainer:
             dist.all_reduce(sums, group=self.groups.world)
         return dict(zip((*names, "bad_gradients", "stop"), sums.tolist(), strict=True))
 
-    def _check_finite(self, sums: dict[str, float], shards: list[SequenceShard], scale: LossScale) -> None:
+    def _check_finite(
+        self, sums: dict[str, float], micro_batches: list[tuple[SequenceShard, ...]], scale: LossScale
+    ) -> None:
         finite_loss = all(math.isfinite(sums[name]) for name in ("cross_entropy", "aux_loss", "z_loss"))
         if finite_loss and not sums["bad_gradients"]:
             return
@@ -287,7 +293,7 @@ class Trainer:
             what, name = "gradient", self.watch.first_bad()
         else:
             what = "loss"
-            name = self._first_bad_in_forward(shards, scale)
+            name = self._first_bad_in_forward(micro_batches, scale)
         names: list[str | None] = [None] * self.groups.grid.world_size
         dist.all_gather_object(names, name)
         where = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names) if name)
@@ -296,10 +302,12 @@ class Trainer:
             "The weights were not updated and no checkpoint was written or changed"
         )
 
-    def _first_bad_in_forward(self, shards: list[SequenceShard], scale: LossScale) -> str | None:
+    def _first_bad_in_forward(
+        self, micro_batches: list[tuple[SequenceShard, ...]], scale: LossScale
+    ) -> str | None:
         def forward() -> None:
-            for shard in shards:
-                self.engine.deepspeed(shard, scale)
+            for slices in micro_batches:
+                self.engine.deepspeed(slices, scale)
 
         return first_bad_in_forward(self.engine.model, forward)
 

@@ -16,7 +16,7 @@ from cpmoe.config.settings import Settings
 from cpmoe.model.transformer import LossScale
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from tests.numerics import cases
-from tests.numerics.model_jobs import Layout, digest, is_expert, load_weights, local_weights, rank_shards
+from tests.numerics.model_jobs import Layout, digest, is_expert, load_weights, local_weights, rank_slices
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "lr": 0.05, "weight_decay": 0.1},
@@ -37,6 +37,8 @@ class EngineJob(NamedTuple):
     optimizer: str = "sgd"
     num_steps: int = 3
     recompute: str = "none"
+    policy: str = "serial"
+    slices: str = "auto"
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -85,6 +87,7 @@ def run_config(job: EngineJob) -> RunConfig:
             "context_parallel_size": grid.context_parallel_size,
             "expert_parallel_size": grid.expert_parallel_size,
             "rank_order": list(grid.rank_order),
+            "coschedule": {"policy": job.policy, "slices": job.slices},
         },
     }
     return resolve(Settings("recipe", recipe), Settings("json", config), job.layout.world, environ={})
@@ -121,8 +124,10 @@ def _run(job: EngineJob, rank: int) -> EngineResult:
     for step in range(job.num_steps):
         batches = cases.case_step(job.case, job.num_micro_steps, step)
         scale = LossScale(cases.num_labels(batches), cases.num_tokens(batches), job.num_micro_steps)
-        shards = rank_shards(batches, groups.grid, rank, run.cpmoe.attention.layout, run.recipe.model)
-        result.losses.append(sum(engine.micro_step(shard, scale).loss.item() for shard in shards))
+        micro_batches = rank_slices(
+            batches, groups.grid, rank, run.cpmoe.attention.layout, run.slicing, run.recipe.model
+        )
+        result.losses.append(sum(engine.micro_step(slices, scale).loss.item() for slices in micro_batches))
         result.norms.append(engine.step())
         if job.dtype == "bfloat16" or step == job.num_steps - 1:
             result.weights.append(_own_copies(engine, rank))

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpmoe.attention.sharding import SequenceShard, shard_batch
+from cpmoe.attention.sharding import SequenceShard
+from cpmoe.attention.slicing import shard_slices
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.model.masks import attention_masks
 from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions
@@ -55,6 +56,8 @@ class Job(NamedTuple):
     recompute: str = "none"
     strategy: str = "ring"
     sharding: str = "zigzag"
+    policy: str = "serial"
+    slicing: str = "none"
     attention: str = "reference"
     experts: str = "loop"
     dtype: str = "float64"
@@ -105,18 +108,19 @@ def digest(value: Tensor) -> str:
     return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def rank_shards(
-    batches: list[Batch], grid: RankGrid, rank: int, sharding: str, config: ModelConfig
-) -> list[SequenceShard]:
-    """The shards of `rank`, one per micro-step, of global micro-batches."""
+def rank_slices(
+    batches: list[Batch], grid: RankGrid, rank: int, sharding: str, slicing: str, config: ModelConfig
+) -> list[tuple[SequenceShard, ...]]:
+    """The slices of `rank`, for each micro-step, of global micro-batches."""
     return [
-        shard_batch(
+        shard_slices(
             *cases.data_rows(batch, grid.data_rank(rank), grid.data_parallel_size),
             grid.context_parallel_size,
             grid.context_rank(rank),
             sharding,
-            masks=attention_masks(config),
-            ulysses_size=grid.ulysses_size,
+            slicing,
+            attention_masks(config),
+            grid.ulysses_size,
         )
         for batch in batches
     ]
@@ -138,6 +142,7 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
         attention_strategy=job.strategy,
         attention_backend=job.attention,
         experts_backend=job.experts,
+        coschedule_policy=job.policy,
         recompute=job.recompute,
         loss_chunk_tokens=job.loss_chunk_tokens,
     )
@@ -162,11 +167,12 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
 def _forward_backward(job: Job, rank: int, model: CausalLM, step: int) -> RankResult:
     grid = job.layout.grid
     batches = cases.case_step(job.case, job.num_micro_steps, step)
-    shards = rank_shards(batches, grid, rank, job.sharding, cases.case_config(job.case))
+    config = cases.case_config(job.case)
+    micro_batches = rank_slices(batches, grid, rank, job.sharding, job.slicing, config)
     scale = LossScale(cases.num_labels(batches), cases.num_tokens(batches), job.num_micro_steps)
     outputs = []
-    for shard in shards:
-        outputs.append(model(*_faulty(job, shard, scale, world=grid.world_size)))
+    for slices in micro_batches:
+        outputs.append(model(*_faulty(job, slices, scale, world=grid.world_size)))
         outputs[-1].loss.backward()
     return RankResult(
         loss=sum(output.loss.item() for output in outputs),
@@ -190,12 +196,17 @@ def _sum_gradients(job: Job, rank: int, model: CausalLM, groups: Groups, result:
             result.grads[name] = grad.detach().clone()
 
 
-def _faulty(job: Job, shard: SequenceShard, scale: LossScale, world: int) -> tuple[SequenceShard, LossScale]:
+def _faulty(
+    job: Job, slices: tuple[SequenceShard, ...], scale: LossScale, world: int
+) -> tuple[tuple[SequenceShard, ...], LossScale]:
     """The wrong variants of exactness.md and reported_faults.md that a caller can make.
 
     mean_of_local_means: each rank divides by its own labels and tokens, the ranks' losses are averaged.
     local_positions: RoPE counts the rank's own tokens. late_shift: labels are shifted after sharding.
     """
+    if not job.fault:
+        return slices, scale
+    (shard,) = slices
     labels_BT = shard.labels_BT
     if job.fault == "mean_of_local_means":
         own_labels, own_tokens = int((labels_BT >= 0).sum()), int((shard.documents_BT >= 0).sum())
@@ -205,4 +216,4 @@ def _faulty(job: Job, shard: SequenceShard, scale: LossScale, world: int) -> tup
     elif job.fault == "late_shift":
         shifted_BT = torch.cat([shard.tokens_BT[:, 1:], shard.tokens_BT[:, :1]], dim=1)
         shard = replace(shard, labels_BT=shifted_BT.where(labels_BT >= 0, labels_BT))
-    return shard, scale
+    return (shard,), scale

@@ -33,6 +33,8 @@ OPTIONS = {
     "clip": (0.0, BITING),
     "optimizer": ("sgd", "momentum"),
     "recompute": ("none", "full"),
+    "policy": ("serial", "overlap"),
+    "slices": ("auto", "causal"),
 }
 FLOAT32_ROUNDING = 2.0**-24
 

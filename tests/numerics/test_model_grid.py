@@ -38,6 +38,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full"),
     "strategy": ("ring", "allgather"),
     "sharding": ("zigzag", "contiguous", "striped", "balanced"),
+    "policy": ("serial", "overlap"),
+    "slicing": ("none", "batch", "causal"),
     "loss_chunk_tokens": (1024, 3),
 }
 # The four heads of each case, and KV heads that are fewer.

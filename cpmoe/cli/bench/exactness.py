@@ -161,7 +161,7 @@ def _train(rank: int, size: int, layout: Layout) -> Work:
                 tokens, labels, positions, documents = (field[first : first + micro] for field in batch)
                 cp_rank = grid.context_rank(rank)
                 shard = shard_batch(tokens, labels, positions, documents, layout.cp, cp_rank)
-                loss += engine.micro_step(shard, scale).cross_entropy.double() / scale.num_label_tokens
+                loss += engine.micro_step((shard,), scale).cross_entropy.double() / scale.num_label_tokens
             dist.all_reduce(loss)
             curve.append((float(loss), engine.step()))
         return curve

@@ -102,7 +102,7 @@ def _activations(rank: int, size: int) -> Work:
             tokens_BS, tokens_BS, torch.arange(length)[None], torch.zeros_like(tokens_BS), size, rank
         )
         with PeakBytes(known) as memory:
-            model(shard, LossScale(length, length, 1)).loss.backward()
+            model((shard,), LossScale(length, length, 1)).loss.backward()
         return memory.peak
 
     return lambda: [measure(length) for length in LENGTHS]

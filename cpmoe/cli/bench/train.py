@@ -46,7 +46,11 @@ DEEPSPEED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "zero_optimization": {"stage": 1},
-    "cpmoe": {"context_parallel_size": 2, "expert_parallel_size": 2},
+    "cpmoe": {
+        "context_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "coschedule": {"policy": "overlap"},
+    },
 }
 
 
@@ -100,7 +104,7 @@ def _tokens(rank: int, batch: int) -> torch.Tensor:
 def _cpmoe(rank: int, size: int) -> Work:
     import yaml
 
-    from cpmoe.attention.sharding import shard_batch
+    from cpmoe.attention.slicing import shard_slices
     from cpmoe.config.resolve import load_run
     from cpmoe.model.transformer import LossScale
     from cpmoe.training.engine import TrainingEngine, build_groups, build_model, init_distributed
@@ -122,8 +126,10 @@ def _cpmoe(rank: int, size: int) -> Work:
     def step() -> None:
         documents_BS = torch.zeros_like(tokens_BS)
         cp_rank = groups.grid.context_rank(rank)
-        shard = shard_batch(tokens_BS, labels_BS, positions_BS, documents_BS, size, cp_rank)
-        engine.micro_step(shard, scale)
+        slices = shard_slices(
+            tokens_BS, labels_BS, positions_BS, documents_BS, size, cp_rank, slicing=settings.slicing
+        )
+        engine.micro_step(slices, scale)
         engine.step()
 
     return step

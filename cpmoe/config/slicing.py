@@ -1,0 +1,35 @@
+"""How a micro-batch is cut into slices: the choice of `coschedule.slices`, with "auto" resolved."""
+
+from __future__ import annotations
+
+from cpmoe.config.checks import shard_chunks
+from cpmoe.config.deepspeed import CpmoeConfig
+from cpmoe.config.errors import Problem
+
+PATH = "cpmoe.coschedule.slices"
+
+
+def choose_slicing(cpmoe: CpmoeConfig, micro_batch_size: int, seq_len: int) -> str | Problem:
+    """none, batch or causal, or what forbids the given choice.
+
+    A micro-batch of two or more sequences is cut between sequences; of one, inside it, if it is long enough.
+    """
+    chosen, chunks = cpmoe.coschedule.slices, shard_chunks(cpmoe)
+    if chosen == "batch" and micro_batch_size < 2:
+        return Problem(
+            PATH, "needs a micro-batch of two or more sequences", chosen, '"auto", "causal", "none"'
+        )
+    if chosen == "causal" and seq_len < 2 * chunks:
+        constraint = f"cuts a sequence into 2 x {chunks} chunks, and data.seq_len is {seq_len}"
+        return Problem(PATH, constraint, chosen, '"auto", "batch", "none"')
+    ulysses = cpmoe.attention.ulysses_size
+    if chosen == "causal" and ulysses > 1:
+        constraint = f"is for rings alone, and cpmoe.attention.ulysses_size is {ulysses}"
+        return Problem(PATH, constraint, chosen, '"auto", "batch", "none", or ulysses_size 1')
+    if chosen != "auto":
+        return chosen
+    if cpmoe.coschedule.policy == "serial":
+        return "none"
+    if micro_batch_size > 1:
+        return "batch"
+    return "causal" if seq_len >= 2 * chunks and ulysses == 1 else "none"

@@ -1,0 +1,41 @@
+"""How "auto" slices resolve, and which choices are refused."""
+
+import pytest
+
+from cpmoe.config.deepspeed import CoscheduleConfig, CpmoeConfig
+from cpmoe.config.errors import Problem
+from cpmoe.config.slicing import choose_slicing
+
+
+def choose(policy: str, slices: str, micro: int, seq_len: int = 64) -> str | Problem:
+    config = CpmoeConfig(
+        context_parallel_size=2,
+        coschedule=CoscheduleConfig.model_validate({"policy": policy, "slices": slices}),
+    )
+    return choose_slicing(config, micro, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("policy", "slices", "micro", "seq_len", "chosen"),
+    [
+        ("serial", "auto", 2, 64, "none"),
+        ("overlap", "auto", 2, 64, "batch"),
+        ("overlap", "auto", 3, 64, "batch"),
+        ("overlap", "auto", 1, 64, "causal"),
+        ("overlap", "auto", 1, 8, "causal"),
+        ("overlap", "auto", 1, 7, "none"),
+        ("serial", "causal", 2, 64, "causal"),
+        ("overlap", "causal", 4, 8, "causal"),
+        ("overlap", "none", 2, 64, "none"),
+    ],
+)
+def test_choice(policy, slices, micro, seq_len, chosen):
+    assert choose(policy, slices, micro, seq_len) == chosen
+
+
+def test_refusals_name_the_place_and_the_legal_choices():
+    batch = choose("overlap", "batch", 1)
+    assert isinstance(batch, Problem) and batch.path == "cpmoe.coschedule.slices"
+    assert "two or more sequences" in str(batch) and "causal" in str(batch)
+    causal = choose("overlap", "causal", 1, seq_len=7)
+    assert isinstance(causal, Problem) and "2 x 4 chunks" in str(causal) and "7" in str(causal)
