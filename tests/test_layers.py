@@ -22,9 +22,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"config"},
     {"parallel"},
-    {"attention", "moe", "data"},
+    {"attention", "moe", "data", "coschedule"},
     {"model"},
-    {"coschedule"},
     {"checkpoint"},
     {"training"},
     {"cli"},
@@ -32,7 +31,14 @@ LAYERS = (
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 DEEPSPEED = ("cpmoe.training", "cpmoe.checkpoint", "cpmoe.cli.bench", "recipes.pretrain")
-WITHOUT_TORCH = ("cpmoe", "cpmoe.config", "cpmoe.parallel", "cpmoe.parallel.grid")
+WITHOUT_TORCH = (
+    "cpmoe",
+    "cpmoe.config",
+    "cpmoe.parallel",
+    "cpmoe.parallel.grid",
+    "cpmoe.coschedule.schedule",
+    "cpmoe.coschedule.verify",
+)
 WITHOUT_PROCESSES = ("cpmoe.attention.layout", "cpmoe.attention.sharding", "cpmoe.attention.plan")
 PROCESSES = ("torch.distributed", "cpmoe.parallel.groups", "cpmoe.parallel.collectives")
 
