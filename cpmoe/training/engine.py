@@ -23,10 +23,10 @@ from torch import nn
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.resolve import RunConfig
 from cpmoe.model.block import DecoderBlock
+from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import (
     CausalLM,
     LossScale,
-    ModelOptions,
     ModelOutput,
     init_weights,
     is_expert,

@@ -7,7 +7,8 @@ import torch
 
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.coschedule.trace import PhaseTrace
-from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions, init_weights
+from cpmoe.model.options import ModelOptions
+from cpmoe.model.transformer import CausalLM, LossScale, init_weights
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import create_groups
 from tests.distributed import run_distributed

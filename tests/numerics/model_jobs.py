@@ -17,7 +17,8 @@ from cpmoe.attention.sharding import SequenceShard
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.model.masks import attention_masks
-from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions
+from cpmoe.model.options import ModelOptions
+from cpmoe.model.transformer import CausalLM, LossScale
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups, create_groups
 from tests.numerics import cases

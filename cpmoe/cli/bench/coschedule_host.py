@@ -20,7 +20,8 @@ from cpmoe.attention import ring
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.cli.bench.memory import PeakBytes
 from cpmoe.config.recipe import ModelConfig
-from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions, init_weights
+from cpmoe.model.options import ModelOptions
+from cpmoe.model.transformer import CausalLM, LossScale, init_weights
 from cpmoe.moe import dispatch
 from cpmoe.parallel import collectives
 from cpmoe.parallel.grid import RankGrid

@@ -84,7 +84,8 @@ def _activations(rank: int, size: int) -> Work:
     from cpmoe.attention.sharding import shard_batch
     from cpmoe.cli.bench.train import MODEL
     from cpmoe.config.recipe import ModelConfig
-    from cpmoe.model.transformer import CausalLM, LossScale, ModelOptions, init_weights
+    from cpmoe.model.options import ModelOptions
+    from cpmoe.model.transformer import CausalLM, LossScale, init_weights
     from cpmoe.parallel.grid import RankGrid
     from cpmoe.parallel.groups import create_groups
 
