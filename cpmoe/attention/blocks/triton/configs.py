@@ -82,6 +82,9 @@ _HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
     },
 }
 
+# With a softcap, where the entry of heads twice as wide is too narrow for tcgen05.
+_SOFTCAP: dict[tuple[str, KernelName, int], Tiles] = {("sm_100", "dkv", 128): Tiles(64, 64, 8, 2)}
+
 # float32, by how it is multiplied; everywhere the same. Exact products keep whole rows of both operands in
 # registers where there are no matrix units for them, so wider heads would spill.
 _SINGLE: dict[str, dict[tuple[KernelName, int], Tiles]] = {
@@ -120,6 +123,8 @@ def tiles_for(
         return _INTERPRETER
     if architecture in WITH_DESCRIPTORS and not descriptors:
         architecture = "sm_80"
+    if softcap and dtype != torch.float32 and (architecture, kernel, width) in _SOFTCAP:
+        return _SOFTCAP[architecture, kernel, width]
     table = _SINGLE[precision] if dtype == torch.float32 else _HALF[architecture]
     wanted = 2 * width if softcap and dtype != torch.float32 else width
     return table[kernel, min(limit for name, limit in table if name == kernel and limit >= wanted)]
