@@ -161,8 +161,8 @@ def test_config_and_grid_load_without_torch() -> None:
 def test_every_imported_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", text)[0].lower().replace("-", "_") for text in project["dependencies"]}
-    # Of the `dev` extra: a benchmark compares with transformers; torch's CUDA builds bring triton.
-    optional = {"transformers", "triton"}
+    # transformers: of the `dev` extra; triton: torch's CUDA builds bring it; flash_attn: behind its probe.
+    optional = {"transformers", "triton", "flash_attn"}
     imported = {
         name.split(".")[0]
         for path in python_files()

@@ -29,7 +29,7 @@ AXES = ("ep", "cp", "dp")
 class AttentionConfig(Block):
     """How attention over the sharded sequence is computed."""
 
-    backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32"] = "auto"
+    backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32", "flash"] = "auto"
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
     dkv_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -56,9 +56,9 @@ def test_text_with_equals_signs_and_colons(files):
             "legal: cpmoe, data, deepspeed, model, optim, train",
         ),
         (
-            "cpmoe.attention.backend=flash",
-            'cpmoe.attention.backend = "flash": is none of the legal choices; '
-            'legal: "auto", "reference", "sdpa", "triton", "triton_tf32"',
+            "cpmoe.attention.backend=fast",
+            'cpmoe.attention.backend = "fast": is none of the legal choices; '
+            'legal: "auto", "reference", "sdpa", "triton", "triton_tf32", "flash"',
         ),
         (
             "deepspeed.zero_optimization.stage=4",

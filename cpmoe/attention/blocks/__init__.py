@@ -7,6 +7,8 @@ Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads,
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +20,7 @@ from cpmoe.attention.blocks.accumulators import (
     RunningSoftmax,
     SavedForward,
 )
+from cpmoe.attention.blocks.flash import FlashBlocks
 from cpmoe.attention.blocks.reference import ReferenceBlocks
 from cpmoe.attention.blocks.sdpa import SdpaBlocks
 from cpmoe.attention.blocks.triton import TritonBlocks
@@ -33,6 +36,9 @@ __all__ = [
     "SavedForward",
     "select_backend",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 class BlockBackend(Protocol):
@@ -65,6 +71,7 @@ _BACKENDS: dict[str, BlockBackend] = {
     "sdpa": SdpaBlocks(),
     "triton": TritonBlocks("ieee"),
     "triton_tf32": TritonBlocks("tf32"),
+    "flash": FlashBlocks(),
 }
 BACKENDS = ("auto", *_BACKENDS)
 
@@ -79,9 +86,11 @@ def select_backend(name: str, q_BTHD: Tensor, k_BTGD: Tensor) -> BlockBackend:
     if name not in BACKENDS:
         raise ValueError(f"attention.backend = {name!r}: must be one of {', '.join(BACKENDS)}")
     if name == "auto":
-        ladder = ("triton", "sdpa") if q_BTHD.is_cuda else ("sdpa",)
-        able = (name for name in ladder if _BACKENDS[name].unsupported(q_BTHD, k_BTGD) is None)
-        name = next(able, "reference")
+        ladder = ("triton", "sdpa", "reference") if q_BTHD.is_cuda else ("sdpa", "reference")
+        refusals = {other: _BACKENDS[other].unsupported(q_BTHD, k_BTGD) for other in ladder}
+        name = next((other for other, refusal in refusals.items() if refusal is None), "reference")
+        passed_over = [f"{other}: {refusals[other]}" for other in ladder[: ladder.index(name)]]
+        _say_once(name, "; ".join(passed_over) or f"the first choice on {q_BTHD.device.type}")
     reason = _BACKENDS[name].unsupported(q_BTHD, k_BTGD)
     if reason is not None:
         others = [other for other, it in _BACKENDS.items() if it.unsupported(q_BTHD, k_BTGD) is None]
@@ -89,3 +98,8 @@ def select_backend(name: str, q_BTHD: Tensor, k_BTGD: Tensor) -> BlockBackend:
             f"attention.backend = {name!r}: {reason}; backends that can: {', '.join(others) or 'none'}"
         )
     return _BACKENDS[name]
+
+
+@cache
+def _say_once(name: str, reason: str) -> None:
+    logger.info("attention.backend auto is %s (%s)", name, reason)
