@@ -69,7 +69,7 @@ def run_config(job: EngineJob) -> RunConfig:
     seq_len = cases.case_step(job.case, 1)[0].tokens_BS.shape[1]
     recipe = {
         "model": cases.case_config(job.case).model_dump(),
-        "data": {"seq_len": max(seq_len, 2 * grid.context_parallel_size)},
+        "data": {"seq_len": max(seq_len, 4 * grid.context_parallel_size)},
         "optim": {**OPTIMIZERS[job.optimizer], "schedule": "constant", "max_grad_norm": job.clip},
         "train": {
             "steps": job.num_steps,
