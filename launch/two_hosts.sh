@@ -172,4 +172,11 @@ while [ -n "$(jobs -pr)" ]; do
     if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then status=$code; fi
     if [ "$status" -ne 0 ] && [ -z "$signalled" ]; then signal_all TERM; fi
 done
+# Interrupted, the launcher returns while its ranks on the hosts still finish a step and save.
+for ((waited = 0; waited < 300; waited++)); do
+    [ -n "$signalled" ] && [ -z "$plain" ] || break
+    on_host 0 --pid --mount pgrep -f deepspeed.launcher.launch >/dev/null ||
+        on_host 1 --pid --mount pgrep -f deepspeed.launcher.launch >/dev/null || break
+    sleep 0.2
+done
 exit "$status"

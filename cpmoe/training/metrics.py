@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from cpmoe.training.console import say
+
 GIB = 1024**3
 
 # Dense bfloat16 FLOP/s of the vendors' data sheets, by a part of the device's name.
@@ -116,10 +118,9 @@ class MetricsWriter:
         mfu = ""
         if self.peak is not None:
             mfu = f"mfu of {self.peak / 1e12:,.3g} TFLOP/s a rank, causal attention counted at half; "
-        print(
+        say(
             f"{mfu}comm exposed, data: share of the step spent waiting for transfers, for data\n"
-            "moe max/mean: rows of the fullest expert over the mean, in the layer where that is largest",
-            flush=True,
+            "moe max/mean: rows of the fullest expert over the mean, in the layer where that is largest"
         )
 
     def step(self, metrics: StepMetrics, show: bool) -> None:
@@ -127,7 +128,7 @@ class MetricsWriter:
         self._write_json("train", asdict(metrics))
         self.monitor.write_events(self._events(metrics))
         if show:
-            print(self._line(metrics), flush=True)
+            say(self._line(metrics))
 
     def evaluation(self, step: int, loss: float, by_position: list[tuple[int, float]]) -> None:
         """Held-out loss in nats per token, and by the first position of each part of the sequence."""
@@ -136,7 +137,7 @@ class MetricsWriter:
         # Padded with zeros: TensorBoard sorts names as text.
         events += [(f"EvalByPosition/loss_from_{start:06d}", value, step) for start, value in by_position]
         self.monitor.write_events(events)
-        print(f"step {step}/{self.total_steps}  held-out loss {loss:.4f}", flush=True)
+        say(f"step {step}/{self.total_steps}  held-out loss {loss:.4f}")
 
     def close(self) -> None:
         self._file.close()

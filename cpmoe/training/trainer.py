@@ -24,6 +24,7 @@ from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
 from cpmoe.parallel.agreement import fail_together
 from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.training.console import say
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
@@ -117,7 +118,7 @@ class Trainer:
             self.checkpoints, self.step, state, self.layout, self.recipe.train.keep_checkpoints
         )
         if self.rank == 0:
-            print(f"step {self.step}/{self.recipe.train.steps}  checkpoint {folder}", flush=True)
+            say(f"step {self.step}/{self.recipe.train.steps}  checkpoint {folder}")
 
     def resume(self) -> None:
         """Continues from the checkpoint that `train.resume` names, if there is one; collective.
@@ -136,7 +137,7 @@ class Trainer:
                 torch.set_rng_state(state["rng"])
             self._refuse_later_checkpoints()
         if folder is not None and self.rank == 0:
-            print(f"continues from {folder} at step {self.step}", flush=True)
+            say(f"continues from {folder} at step {self.step}")
 
     def _checkpoint_to_load(self) -> Path | None:
         wanted = self.recipe.train.resume

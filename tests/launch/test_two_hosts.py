@@ -174,3 +174,32 @@ def test_the_launcher_trains_on_two_hosts_what_one_host_trains(tmp_path: Path, t
         for run in ("one", "two")
     )
     assert two == one
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_that_is_interrupted_saves(tmp_path: Path) -> None:
+    """DeepSpeed closes the connections to its ranks a second before it asks them to stop."""
+    two_hosts("--", "true")
+    recipe, deepspeed = map(str, QUICKSTART)
+    settings = ["--recipe", recipe, "--deepspeed_config", deepspeed, *LAYOUT, *tiny(tmp_path, "run", 99999)]
+    process = subprocess.Popen(
+        ["bash", SCRIPT, "--", "deepspeed", "recipes/pretrain.py", *settings],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "step 5/" in line:
+            process.send_signal(signal.SIGINT)
+    log = "".join(seen)
+    assert process.wait(timeout=100) == 128 + signal.SIGINT, log
+    stopped_at = records(tmp_path / "run", "train")[-1]["step"]
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoints/*")]
+    assert saved == [f"step_{stopped_at:08d}"], log
+    assert not [command for command in commands() if str(tmp_path) in command]
