@@ -19,6 +19,7 @@ from cpmoe.attention.blocks import (
     QueryGradient,
     RunningSoftmax,
     SavedForward,
+    _say_once,
     select_backend,
 )
 from cpmoe.attention.blocks.kernels_cpu import even_pieces
@@ -206,6 +207,17 @@ def test_even_pieces_cover_a_rectangle_once(start, length, kind):
         late, early = (corner, main) if kind == "causal" else (main, corner)
         assert beside[2:4] == late[2:4] and beside[4:6] == early[4:6]
         assert 0 < corner.q_stop - corner.q_start < 32
+
+
+def test_auto_says_once_what_it_chose(caplog):
+    q = torch.zeros(1, 4, 2, 16)
+    _say_once.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            assert select_backend("auto", q, q) is select_backend("sdpa", q, q)
+    assert [record.message for record in caplog.records] == [
+        "attention.backend auto is sdpa (the first choice on cpu)"
+    ]
 
 
 def test_errors_name_what_can():
