@@ -13,7 +13,7 @@ import numpy as np
 
 from cpmoe.attention.layout import Segments
 from cpmoe.attention.mask import Visible
-from cpmoe.attention.ranges import TokenRanges, joined
+from cpmoe.attention.ranges import Range, TokenRanges, joined
 
 PADDING_DOCUMENT = -1
 FAR = np.iinfo(np.int64).max
@@ -69,20 +69,24 @@ class Needs:
         self._start_KNNG = np.full((self.KINDS, size, size, width), FAR)
         self._stop_KNNG = np.zeros((self.KINDS, size, size, width), dtype=np.int64)
 
-    def add(self, visible: Visible) -> None:
-        """Adds what the queries of one sequence need."""
+    def add(self, visible: Visible, queries: Range | None = None) -> None:
+        """Adds what the queries of one sequence need; `queries`: where they lie, if not everywhere."""
         if len(self._segments) == 1:
             return
         if self._segments[0][0].step > 1:
             self._add_striped(visible)
         else:
-            self._add_chunks(visible)
+            self._add_chunks(visible, *(queries or (0, len(visible.start))))
 
-    def _add_chunks(self, visible: Visible) -> None:
+    def _add_chunks(self, visible: Visible, q_start: int, q_stop: int) -> None:
         """start and stop never fall, so a chunk's first query reaches furthest back, its last furthest on."""
-        ranks_E = np.array([rank for rank, own in enumerate(self._segments) for _ in own])
-        first_E = np.array([s.start for own in self._segments for s in own])
-        last_E = np.array([s.stop - 1 for own in self._segments for s in own])
+        chunks = [
+            (rank, max(segment.start, q_start), min(segment.stop, q_stop) - 1)
+            for rank, own in enumerate(self._segments)
+            for segment in own
+            if segment.start < q_stop and q_start < segment.stop
+        ]
+        ranks_E, first_E, last_E = np.array(chunks).T
         start_KE = np.stack((visible.start[first_E], last_E + 1, visible.sink_start[first_E]))
         stop_KE = np.stack((first_E, visible.stop[last_E], visible.sink_stop[first_E]))
         kind_KE, rank_KE = np.broadcast_arrays(np.arange(self.KINDS)[:, None], ranks_E)
@@ -148,11 +152,13 @@ class Needs:
 
 def _sink_reach(visible: Visible) -> np.ndarray:
     """[S] how many tokens after it the last query stands that sees a token as a sink; 0 for others."""
-    last_C = np.append(np.flatnonzero(np.diff(visible.document_start)), len(visible.start) - 1)
-    length_C = np.diff(last_C, prepend=-1)
-    index_S = np.arange(len(visible.start))
-    is_sink_S = index_S < np.repeat(visible.sink_stop[last_C], length_C)
-    return np.where(is_sink_S, np.repeat(last_C, length_C) - index_S, 0)
+    index_I = np.flatnonzero(visible.sink_stop > visible.sink_start)
+    is_last_I = np.diff(visible.document_start[index_I], append=-1) != 0
+    reach_S = np.zeros(len(visible.start), dtype=np.int64)
+    for last in index_I[is_last_I].tolist():
+        sinks = np.arange(visible.sink_start[last], visible.sink_stop[last])
+        reach_S[sinks] = last - sinks
+    return reach_S
 
 
 def _first_reaching(reach_T: np.ndarray, distance_D: np.ndarray) -> np.ndarray:

@@ -198,15 +198,17 @@ def build_plan(
     if segments is None:
         segments = deal_batch(documents_BS, cp_size, layout, num_slices, (mask,))
     num_tokens = num_queries = padded_len // cp_size
+    queries = None
     if slice_index is not None:
         assert mask.causal, "a slice sees none of a later one"
         slice_len = padded_len // num_slices
-        rows_C = [row.of_queries(slice_index * slice_len, (slice_index + 1) * slice_len) for row in rows_C]
+        queries = slice_index * slice_len, (slice_index + 1) * slice_len
+        rows_C = [row.of_queries(*queries) for row in rows_C]
         num_queries = slice_len // cp_size
         num_tokens = (slice_index + 1) * num_queries
     needs = Needs(segments)
     for visible in rows_C:
-        needs.add(visible)
+        needs.add(visible, queries)
     is_relayed = needs.relay_excess() <= MAX_RELAY_EXCESS
     index_T = token_indices(segments[cp_rank])[num_tokens - num_queries : num_tokens]
 
