@@ -182,6 +182,8 @@ class TrainConfig(Block):
     """full keeps each block's input only and computes the block again in backward."""
     loss_chunk_tokens: Count = 1024
     """Tokens whose logits exist at one time in the cross entropy."""
+    trace_steps: Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list)] = ()
+    """Steps of which out_dir/traces gets a Chrome trace and a picture: which rank did what when."""
 
 
 class Recipe(Block):

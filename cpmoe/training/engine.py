@@ -22,6 +22,7 @@ from torch import nn
 
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.resolve import RunConfig
+from cpmoe.coschedule.trace import PhaseTrace
 from cpmoe.model.block import DecoderBlock
 from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import (
@@ -144,9 +145,14 @@ class TrainingEngine:
         """The learning rate of the next step."""
         return self.deepspeed.get_lr()[0]
 
-    def micro_step(self, slices: Sequence[SequenceShard], scale: LossScale) -> ModelOutput:
+    def micro_step(
+        self, slices: Sequence[SequenceShard], scale: LossScale, trace: PhaseTrace | None = None
+    ) -> ModelOutput:
         """Forward and backward of one micro-batch; gradients are reduced in the last of a step."""
+        self.model.model.observer = trace
         output: ModelOutput = self.deepspeed(slices, scale)
+        if trace is not None:
+            trace.watch_backward(output.loss)
         self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)
         self.micro_steps_left -= 1
         if self.micro_steps_left:

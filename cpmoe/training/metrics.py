@@ -139,6 +139,16 @@ class MetricsWriter:
         self.monitor.write_events(events)
         say(f"step {step}/{self.total_steps}  held-out loss {loss:.4f}")
 
+    def trace(self, step: int, picture: Path) -> None:
+        """A picture of who did what when, also in TensorBoard where the JSON asks for that."""
+        board: Any = getattr(self.monitor, "tb_monitor", None)
+        summary_writer = getattr(board, "summary_writer", None)
+        if summary_writer is not None:
+            from matplotlib.image import imread
+
+            summary_writer.add_image("Trace/phases", imread(picture), step, dataformats="HWC")
+        say(f"step {step}/{self.total_steps}  trace {picture.with_suffix('.json')} and {picture}")
+
     def close(self) -> None:
         self._file.close()
 

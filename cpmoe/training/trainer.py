@@ -31,6 +31,7 @@ from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_for
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
 from cpmoe.training.run_folder import claim_folder, write_run_files
 from cpmoe.training.stop import StopRequest
+from cpmoe.training.tracing import StepTrace, write_trace
 
 
 class Trainer:
@@ -222,7 +223,8 @@ class Trainer:
         data_seconds = time.perf_counter() - start
         scale = self._loss_scale(micro_batches)
         lr = self.engine.lr
-        outputs = [self.engine.micro_step(slices, scale) for slices in micro_batches]
+        trace = StepTrace() if self.step + 1 in self.recipe.train.trace_steps else None
+        outputs = [self.engine.micro_step(slices, scale, trace) for slices in micro_batches]
         sums = self._reduce(outputs, scale)
         self._check_finite(sums, micro_batches, scale)
         grad_norm = self.engine.step()
@@ -230,6 +232,8 @@ class Trainer:
         self.step += 1
         self.tokens_seen += scale.num_tokens
         self.stopping = sums["stop"] > 0
+        if trace is not None:
+            self._write_trace(trace)
         comm_exposed_seconds = comm_clock.take()
         seconds = time.perf_counter() - start
         if self.writer is None:
@@ -260,6 +264,12 @@ class Trainer:
         )
         every = self.recipe.train.log_every
         self.writer.step(metrics, show=self.step % every == 0 or self.step in (1, self.recipe.train.steps))
+
+    def _write_trace(self, trace: StepTrace) -> None:
+        ranks = trace.gather()
+        if self.writer is not None:
+            title = f"step {self.step}, policy {self.run.cpmoe.coschedule.policy}, slices {self.run.slicing}"
+            self.writer.trace(self.step, write_trace(self.folder, self.step, ranks, title))
 
     def _loss_scale(self, micro_batches: list[tuple[SequenceShard, ...]]) -> LossScale:
         """Label and token counts of the step over all ranks."""

@@ -74,7 +74,8 @@ def test_resume_is_bit_identical(tmp_path, stage):
 def test_what_a_run_writes(tmp_path):
     monitor = {"tensorboard": {"enabled": True, "output_path": "auto", "job_name": "tensorboard"}}
     run = tmp_path / "run"
-    run_distributed(_train, 2, run, ("train.eval_every=2",), monitor)
+    overrides = ("train.eval_every=2", "train.trace_steps=[2]", "cpmoe.coschedule.policy=overlap")
+    run_distributed(_train, 2, run, overrides, monitor)
     steps = _records(run, "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in steps)
@@ -93,13 +94,17 @@ def test_what_a_run_writes(tmp_path):
     assert {"Eval/loss", "EvalByPosition/loss_from_000000", "Speed/tokens_per_second", "Speed/mfu"} <= tags
     assert {"MoE/max_over_mean_layer_001", "MoE/dropped_tokens"} <= tags
     assert "Train/Samples/lr" not in tags, "DeepSpeed's own, by shards instead of steps"
+    assert events.Tags()["images"] == ["Trace/phases"]
+    trace = json.loads((run / "traces" / "step-2.json").read_text())
+    shown = {(event["pid"], event["cat"]) for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert shown == {(rank, direction) for rank in (0, 1) for direction in ("forward", "backward")}
     written = [event.value for event in events.Scalars("Train/loss")]
     assert written == pytest.approx([record["loss"] for record in steps])
 
     from cpmoe.config.resolve import load_run
 
     again = load_run(run / "recipe.yaml", run / "deepspeed.json", (), 2)
-    assert again == tiny_run(tmp_path / "rank0", 2, (f"train.out_dir={run}", "train.eval_every=2"), monitor)
+    assert again == tiny_run(tmp_path / "rank0", 2, (f"train.out_dir={run}", *overrides), monitor)
 
 
 def _overflow_in_backward(module, arguments, output):
