@@ -22,7 +22,9 @@ from torch import nn
 
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.resolve import RunConfig
+from cpmoe.coschedule.schedule import Schedule
 from cpmoe.coschedule.trace import PhaseTrace
+from cpmoe.coschedule.verify import verify_ranks
 from cpmoe.model.block import DecoderBlock
 from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import (
@@ -105,6 +107,7 @@ class TrainingEngine:
     def __init__(self, run: RunConfig, model: CausalLM, groups: Groups) -> None:
         check_private_hooks()
         skip_shared_memory_op()
+        _verify_schedules(model)
         self.run = run
         self.groups = groups
         self.zero_stage = run.zero_stage
@@ -266,6 +269,15 @@ class TrainingEngine:
         for name, parameter in self.model.named_parameters():
             (experts if is_expert(name) else dense).append(parameter)
         return dense, experts
+
+
+def _verify_schedules(model: CausalLM) -> None:
+    """Raises ScheduleError where ranks would issue their collectives in different orders; collective."""
+    mine = [model.model.schedule(num_slices) for num_slices in (1, 2)]
+    by_rank: list[list[Schedule]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    for schedules in zip(*by_rank, strict=True):
+        verify_ranks(schedules)
 
 
 def _held(parameter: nn.Parameter) -> torch.Tensor:

@@ -37,3 +37,23 @@ def test_bfloat16_starts_its_optimizer_alike_at_stage_0_and_1(tmp_path, optimize
     # Both keep masters in float32 and show them in bfloat16.
     error = (stage_0 - stage_1).norm() / (stage_1 - before).norm()
     assert error <= torch.finfo(torch.bfloat16).eps
+
+
+def _start_with_own_policy(rank: int, world_size: int, folder) -> str:
+    from cpmoe.coschedule.verify import ScheduleError
+    from cpmoe.training.engine import TrainingEngine, build_groups, build_model, init_distributed
+
+    policy = ("serial", "overlap")[rank]
+    run = tiny_run(folder, world_size, (f"cpmoe.coschedule.policy={policy}",))
+    init_distributed()
+    groups = build_groups(run)
+    try:
+        TrainingEngine(run, build_model(run, groups), groups)
+    except ScheduleError as error:
+        return str(error)
+    return "started"
+
+
+def test_ranks_with_other_schedules_do_not_start(tmp_path):
+    for message in run_distributed(_start_with_own_policy, 2, tmp_path):
+        assert message.startswith("group expert: rank 0 issues") and "rank 1 issues" in message
