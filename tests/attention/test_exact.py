@@ -151,7 +151,7 @@ def _one_process(case: Case) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(case.dtype))]
 
 
-def _tolerances(case: Case, world_size: int, reference: list[torch.Tensor]) -> list[float]:
+def tolerances_of(case: Case, world_size: int, reference: list[torch.Tensor]) -> list[float]:
     if case.dtype == torch.float64:
         return [1e-12] + 3 * [1e-10]
     if case.dtype == torch.float32:
@@ -185,7 +185,7 @@ def test_output_and_gradients(world_size: int, index: int):
     reference = _expected(Case(**{**vars(case), **alone}))
     padding_BS = documents(case) < 0
     for name, ours, exact, tolerance in zip(
-        NAMES, actual, reference, _tolerances(case, world_size, reference), strict=True
+        NAMES, actual, reference, tolerances_of(case, world_size, reference), strict=True
     ):
         assert ours.dtype == case.dtype, name
         assert torch.equal(ours[padding_BS], torch.zeros_like(ours[padding_BS])), f"{name} of padding"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.attention.cases import Case, documents, expected, gathered, relative_error, run_cases
-from tests.attention.test_exact import GRIDS, NAMES, _tolerances
+from tests.attention.test_exact import GRIDS, NAMES, tolerances_of
 from tests.distributed import run_distributed
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -59,7 +59,7 @@ def test_output_and_gradients(world_size: int, index: int):
     actual, reference = gathered(case, _results(world_size)[index]), expected(case)
     padding_BS = documents(case) < 0
     for name, ours, exact, tolerance in zip(
-        NAMES, actual, reference, _tolerances(case, reference), strict=True
+        NAMES, actual, reference, tolerances_of(case, world_size, reference), strict=True
     ):
         assert ours.dtype == case.dtype, name
         assert torch.equal(ours[padding_BS], torch.zeros_like(ours[padding_BS])), f"{name} of padding"
