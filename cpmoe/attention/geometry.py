@@ -107,6 +107,8 @@ class Needs:
         index_S = np.arange(seq_len)
         on_S = np.searchsorted(visible.start, index_S, side="right") - 1 - index_S
         back_S = index_S - np.searchsorted(visible.stop, index_S, side="right")
+        # Where no query sees the key, as with the queries of a slice only.
+        on_S = np.where(on_S >= -back_S, on_S, 0)
         distance_D = np.arange(1, size)
         for kind, on, back in ((0, on_S, back_S), (2, _sink_reach(visible), np.zeros_like(index_S))):
             for source in range(size):

@@ -42,11 +42,14 @@ class RunConfig:
     batch: BatchEquation
     dtype: Literal["float32", "bfloat16"]
     zero_stage: int
-    slicing: str
-    """How a micro-batch is cut: none, batch or causal."""
     gradient_clipping: float
     """Largest gradient norm, 0 for none. At stage 0 DeepSpeed gets 0: its norm there differs between
     replicas of experts, so the engine clips."""
+
+    @property
+    def slicing(self) -> str:
+        """How a micro-batch is cut: none, batch or causal."""
+        return self.cpmoe.coschedule.slices
 
     def recipe_tree(self) -> dict[str, Any]:
         """The resolved recipe as plain data; with `json_tree` beside it, it loads as the same run."""
@@ -158,7 +161,8 @@ def resolve(
     solution = None if world_size % cp else solve(sizes, world_size // cp)
     slicing: str | Problem = "none"
     if isinstance(solution, tuple):
-        slicing = choose_slicing(cpmoe, solution[0], recipe.data.seq_len)
+        has_experts = recipe.model.first_k_dense_replace < recipe.model.num_hidden_layers
+        slicing = choose_slicing(cpmoe, solution[0], recipe.data.seq_len, has_experts)
     problems += [problem for problem in (solution, slicing) if isinstance(problem, Problem)]
     raise_if_any([locate(problem) for problem in problems])
     assert isinstance(solution, tuple) and isinstance(slicing, str)
@@ -178,6 +182,8 @@ def resolve(
         seq_len=recipe.data.seq_len,
         padded_seq_len=-(-recipe.data.seq_len // chunks) * chunks,
     )
+    coschedule = cpmoe.coschedule.model_copy(update={"slices": slicing})
+    cpmoe = cpmoe.model_copy(update={"coschedule": coschedule})
     return RunConfig(
         recipe=recipe,
         cpmoe=cpmoe,
@@ -185,7 +191,6 @@ def resolve(
         batch=batch,
         dtype="bfloat16" if config.bf16.enabled else "float32",
         zero_stage=stage,
-        slicing=slicing,
         gradient_clipping=recipe.optim.max_grad_norm,
     )
 

@@ -9,10 +9,13 @@ from cpmoe.config.errors import Problem
 PATH = "cpmoe.coschedule.slices"
 
 
-def choose_slicing(cpmoe: CpmoeConfig, micro_batch_size: int, seq_len: int) -> str | Problem:
+def choose_slicing(
+    cpmoe: CpmoeConfig, micro_batch_size: int, seq_len: int, has_experts: bool = True
+) -> str | Problem:
     """none, batch or causal, or what forbids the given choice.
 
-    A micro-batch of two or more sequences is cut between sequences; of one, inside it, if it is long enough.
+    "auto" cuts where rows travel to experts (`has_experts`, and EP above 1): a micro-batch of two or more
+    sequences between them, one sequence inside it, if it is long enough.
     """
     chosen, chunks = cpmoe.coschedule.slices, shard_chunks(cpmoe)
     if chosen == "batch" and micro_batch_size < 2:
@@ -28,7 +31,7 @@ def choose_slicing(cpmoe: CpmoeConfig, micro_batch_size: int, seq_len: int) -> s
         return Problem(PATH, constraint, chosen, '"auto", "batch", "none", or ulysses_size 1')
     if chosen != "auto":
         return chosen
-    if cpmoe.coschedule.policy == "serial":
+    if cpmoe.coschedule.policy == "serial" or not has_experts or cpmoe.expert_parallel_size == 1:
         return "none"
     if micro_batch_size > 1:
         return "batch"

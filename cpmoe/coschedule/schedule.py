@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     needs     kinds of the same slice and layer
     starts    group on which it launches a transfer that a later phase waits for
-    waits     group of the transfer that it waits for
+    waits     kind of the phase whose transfer it waits for
     within    groups on which it communicates to the end by itself
     computes  whether it uses parameters of its layer, which are there in that layer's block only
     """
@@ -35,15 +35,15 @@ class Kind(NamedTuple):
 
 KINDS = {
     "project": Kind(),
-    "attend": Kind(needs=("project",), within=("ring",), computes=False),
+    "attend": Kind(needs=("project",), within=("ring", "ulysses"), computes=False),
     "dense": Kind(needs=("attend",)),
     "route": Kind(needs=("attend",), starts="meta"),
-    "dispatch_start": Kind(needs=("route",), starts="expert", waits="meta", computes=False),
+    "dispatch_start": Kind(needs=("route",), starts="expert", waits="route", computes=False),
     "shared": Kind(needs=("route",)),
-    "dispatch_wait": Kind(needs=("dispatch_start",), waits="expert", computes=False),
+    "dispatch_wait": Kind(needs=("dispatch_start",), waits="dispatch_start", computes=False),
     "experts": Kind(needs=("dispatch_wait",)),
     "combine_start": Kind(needs=("experts",), starts="expert", computes=False),
-    "combine_wait": Kind(needs=("combine_start",), waits="expert", computes=False),
+    "combine_wait": Kind(needs=("combine_start",), waits="combine_start", computes=False),
     "finish": Kind(needs=("combine_wait", "shared"), computes=False),
 }
 DENSE = ("project", "attend", "dense")

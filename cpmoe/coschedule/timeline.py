@@ -27,11 +27,11 @@ WAITS = ("dispatch_start", "dispatch_wait", "combine_start", "combine_wait")
 
 def transfers(spans: Sequence[Span]) -> Iterator[Span]:
     """Spans named dispatch and combine, from when rows were launched until they were waited for."""
-    ends = {(span.kind, span.layer, span.slice, span.is_backward): span for span in spans}
+    ends = {(*span[:4], span.micro_step): span for span in spans}
     for span in spans:
         for name, (start, wait) in TRANSFERS.items():
             launch, arrival = (wait, start) if span.is_backward else (start, wait)
-            other = ends.get((arrival, *span[1:4]))
+            other = ends.get((arrival, *span[1:4], span.micro_step))
             if span.kind == launch and other is not None:
                 yield span._replace(kind=name, start=span.stop, stop=other.stop)
 

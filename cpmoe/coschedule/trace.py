@@ -33,23 +33,37 @@ class Span(NamedTuple):
     is_backward: bool
     start: float
     stop: float
+    micro_step: int = 0
 
 
 class PhaseTrace:
-    """An observer for `execute`; `watch_backward` makes it observe the backward of a loss too."""
+    """An observer for `execute`; `watch_backward` makes it observe the backward of a loss too.
+
+    Call `watch_forward` before each forward: phases that run again inside a backward are not recorded.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self._micro_step = -1
+        self._in_forward = False
         self._phases: list[Phase] = []
         # Numbers of autograd nodes: the phase's own are in [first, last).
         self._first: list[int] = []
         self._last: list[int] = []
 
+    def watch_forward(self) -> None:
+        """Call before a forward."""
+        self._micro_step += 1
+        self._in_forward = True
+
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
+        if not self._in_forward:
+            yield
+            return
         first, start = _next_number(), time.perf_counter()
         yield
-        self.spans.append(Span(phase.kind, phase.layer, phase.slice, False, start, time.perf_counter()))
+        self._record(phase, False, start, time.perf_counter(), self._micro_step)
         self._phases.append(phase)
         self._first.append(first)
         self._last.append(_next_number())
@@ -64,17 +78,21 @@ class PhaseTrace:
                 nodes.setdefault(at, []).append((number, node))
         for at, numbered in nodes.items():
             self._watch(self._phases[at], numbered)
+        self._in_forward = False
         self._phases, self._first, self._last = [], [], []
+
+    def _record(self, phase: Phase, is_backward: bool, start: float, stop: float, micro_step: int) -> None:
+        self.spans.append(Span(*phase[:3], is_backward, start, stop, micro_step))
 
     def _watch(self, phase: Phase, numbered: list[tuple[int, Node]]) -> None:
         begun: list[float] = []
+        micro_step = self._micro_step
 
         def begin(*_: object) -> None:
             begun.append(time.perf_counter())
 
         def end(*_: object) -> None:
-            now = time.perf_counter()
-            self.spans.append(Span(phase.kind, phase.layer, phase.slice, True, begun[0], now))
+            self._record(phase, True, begun[0], time.perf_counter(), micro_step)
 
         max(numbered, key=lambda pair: pair[0])[1].register_prehook(begin)
         min(numbered, key=lambda pair: pair[0])[1].register_hook(end)

@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
     """A schedule that would hang, fail or compute something else."""
 
 
-def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int) -> None:
+def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int, crossing: bool = True) -> None:
     """Raises ScheduleError unless `schedule` runs every phase of every layer and slice once, in legal order.
 
     - every phase that the model needs is there, none twice, none else;
@@ -24,6 +24,8 @@ def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int) -> None:
       keys of earlier slices, which must not be replaced before;
     - a phase runs in the block of its layer, or later where it uses no parameters; blocks run in order;
     - a wait follows the start of its transfer.
+
+    `crossing` as in `build_schedule`: without it every phase runs in the block of its layer.
     """
     expected = {
         (kind, layer, index)
@@ -40,7 +42,7 @@ def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int) -> None:
             raise ScheduleError(f"{phase}: runs twice")
         if key not in expected:
             raise ScheduleError(f"{phase}: is no phase of this model")
-        _check_host(phase, host, len(sparse))
+        _check_host(phase, host, len(sparse) if crossing else phase.layer)
         host = phase.host
         for need in _needs(phase, sparse, num_slices):
             if need not in done:
@@ -48,9 +50,9 @@ def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int) -> None:
                 raise ScheduleError(f"{phase}: needs {kind} of slice {index} in layer {layer} before it")
         does = KINDS[phase.kind]
         if does.waits and in_flight.pop((does.waits, phase.layer, phase.slice), None) is None:
-            raise ScheduleError(f"{phase}: waits on {does.waits} for a transfer that nothing started")
+            raise ScheduleError(f"{phase}: waits for a transfer that {does.waits} did not start")
         if does.starts:
-            in_flight[does.starts, phase.layer, phase.slice] = phase
+            in_flight[key] = phase
         done.add(key)
     if missing := expected - done:
         name, layer, index = min(missing, key=lambda key: (key[1], key[2]))
@@ -93,13 +95,14 @@ def _run_together(schedules: Sequence[Schedule]) -> None:
             while place[rank] < len(schedule):
                 phase = schedule[place[rank]]
                 kind = KINDS[phase.kind]
-                # A collective inside a phase is issued when the phase is reached.
-                started[rank].update((group, phase.layer, phase.slice) for group in kind.within)
-                needed = {(group, phase.layer, phase.slice) for group in (*kind.within, kind.waits) if group}
-                if not all(needed <= ranks for ranks in started):
+                if kind.within:
+                    # A collective inside a phase is issued when the phase is reached.
+                    started[rank].add((phase.kind, phase.layer, phase.slice))
+                waited_for = phase.kind if kind.within else kind.waits
+                if waited_for and not all((waited_for, *phase[1:3]) in ranks for ranks in started):
                     break
                 if kind.starts:
-                    started[rank].add((kind.starts, phase.layer, phase.slice))
+                    started[rank].add((phase.kind, phase.layer, phase.slice))
                 place[rank] += 1
         if place == before:
             stuck = [
@@ -118,13 +121,14 @@ def _needs(phase: Phase, sparse: Sequence[bool], num_slices: int) -> list[tuple[
         # These still read this slice's keys and values.
         needs += [("attend", phase.layer - 1, index) for index in range(phase.slice + 1, num_slices)]
     if phase.kind == "attend":
-        needs += [("project", phase.layer, index) for index in range(phase.slice)]
+        # Slices attend in order, and each to the keys of those before it.
+        needs += [("attend", phase.layer, index) for index in range(phase.slice)]
     return needs
 
 
-def _check_host(phase: Phase, host: int, num_layers: int) -> None:
+def _check_host(phase: Phase, host: int, last: int) -> None:
     if phase.host < host:
         raise ScheduleError(f"{phase}: block {host} has begun")
-    latest = phase.layer if KINDS[phase.kind].computes else num_layers
+    latest = phase.layer if KINDS[phase.kind].computes else last
     if not phase.layer <= phase.host <= latest:
         raise ScheduleError(f"{phase}: its host must be in [{phase.layer}, {latest}]")

@@ -39,6 +39,7 @@ class SliceState:
     replay: RoutingReplay | None = None
     # The slice before this one in the same sequences, whose keys and values this one attends to.
     before: SliceState | None = None
+    is_last: bool = True  # no slice attends to this one's keys and values
     q_BTHD: Tensor | None = None
     kv_BTGD: tuple[Tensor, Tensor] | None = None
     attended_BTHD: Tensor | None = None
@@ -92,10 +93,10 @@ class DecoderBlock(nn.Module):
         fresh: list[SliceState] = []
         for state in slices:
             before = fresh[-1] if state.before is not None else None
-            fresh.append(SliceState(state.inputs, state.x_BTM, RoutingReplay(), before))
+            fresh.append(SliceState(state.inputs, state.x_BTM, RoutingReplay(), before, state.is_last))
         # Stopping early could leave a collective that other ranks still wait for.
         return checkpoint(
-            self._compute, fresh, execute, *xs,
+            self._compute_and_forget, fresh, execute, *xs,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
         )  # fmt: skip
 
@@ -107,6 +108,16 @@ class DecoderBlock(nn.Module):
             state.x_BTM, state.stats = x_BTM, None
         execute(slices)
         return *(state.x_BTM for state in slices), tuple(state.stats for state in slices)
+
+    @staticmethod
+    def _compute_and_forget(
+        slices: Sequence[SliceState], execute: Execute, *xs: Tensor
+    ) -> tuple[Tensor | tuple[MoEStats | None, ...], ...]:
+        """For a checkpoint, which holds `slices` until backward is over: they must hold nothing else."""
+        outputs = DecoderBlock._compute(slices, execute, *xs)
+        for state in slices:
+            state.x_BTM, state.stats = state.x_BTM.new_empty(0), None
+        return outputs
 
     @property
     def moe(self) -> MoELayer:
@@ -130,7 +141,9 @@ class DecoderBlock(nn.Module):
             k_BTGD, v_BTGD = (
                 torch.cat(pair, dim=1) for pair in zip(state.before.kv_BTGD, state.kv_BTGD, strict=True)
             )
-            state.before.kv_BTGD = state.kv_BTGD = None
+            state.before.kv_BTGD = None
+        if state.is_last:
+            state.kv_BTGD = None
         state.attended_BTHD = self.self_attn.attend(
             state.q_BTHD, k_BTGD, v_BTGD, state.inputs.plans[self.kind]
         )

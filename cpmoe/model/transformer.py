@@ -76,7 +76,8 @@ class Decoder(nn.Module):
         self.policy, self.crossing = options.coschedule_policy, options.recompute == "none"
         self.observer: Observer | None = None
         for num_slices in (1, 2):
-            verify(self.schedule(num_slices), [block.is_sparse for block in self.blocks()], num_slices)
+            sparse = [block.is_sparse for block in self.blocks()]
+            verify(self.schedule(num_slices), sparse, num_slices, self.crossing)
 
     def forward(self, slices: Sequence[SequenceShard]) -> tuple[Tensor, list[list[MoEStats]]]:
         """Slices of [B, T] tokens → hidden states of all their tokens, [tokens, M], in the order of `flat`.
@@ -114,6 +115,8 @@ class Decoder(nn.Module):
             rotary = rotary_angles(shard.positions_BT, config.head_dim, config.rope_theta, x.dtype)
             inputs = SliceInputs(rotary, shard.plans, shard.documents_BT >= 0)
             before = states[-1] if shard.follows else None
+            if before is not None:
+                before.is_last = False
             states.append(SliceState(inputs, x.view(*shard.tokens_BT.shape, -1), before=before))
         return states
 

@@ -153,7 +153,10 @@ class TrainingEngine:
     ) -> ModelOutput:
         """Forward and backward of one micro-batch; gradients are reduced in the last of a step."""
         self.model.model.observer = trace
+        if trace is not None:
+            trace.watch_forward()
         output: ModelOutput = self.deepspeed(slices, scale)
+        self.model.model.observer = None
         if trace is not None:
             trace.watch_backward(output.loss)
         self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)

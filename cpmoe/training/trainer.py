@@ -232,10 +232,10 @@ class Trainer:
         self.step += 1
         self.tokens_seen += scale.num_tokens
         self.stopping = sums["stop"] > 0
-        if trace is not None:
-            self._write_trace(trace)
         comm_exposed_seconds = comm_clock.take()
         seconds = time.perf_counter() - start
+        if trace is not None:
+            self._write_trace(trace)
         if self.writer is None:
             return
         counts_LE = torch.stack([output.counts_LE for output in outputs]).sum(0)

@@ -86,8 +86,23 @@ def test_a_rejection_says_what_and_where():
 
 def test_backward_issues_in_reverse_on_each_group():
     order = issue_order(build_schedule("overlap", [True, True], 2))
-    assert set(order) == {"ring", "meta", "expert"}
+    assert set(order) == {"ring", "ulysses", "meta", "expert"}
     assert [p.slice for p in order["expert"][:4]] == [0, 1, 0, 1]
+
+
+def test_slices_attend_in_order_and_recomputed_blocks_keep_their_phases():
+    schedule = list(build_schedule("overlap", [True, True], 2, crossing=False))
+    first, second = (schedule.index(Phase("attend", 0, index, 0)) for index in range(2))
+    project = schedule.index(Phase("project", 0, 1, 0))
+    early = [*schedule[:first], schedule[project], schedule[second], *schedule[first:]]
+    early = [
+        p for i, p in enumerate(early) if i < first + 2 or p not in (schedule[project], schedule[second])
+    ]
+    with pytest.raises(ScheduleError, match=r"attend of slice 1 .* needs attend of slice 0"):
+        verify(tuple(early), [True, True], 2)
+    crossing = build_schedule("overlap", [True, True], 2)
+    with pytest.raises(ScheduleError, match="host must be in"):
+        verify(crossing, [True, True], 2, crossing=False)
 
 
 def test_ranks_that_issue_in_other_orders_are_rejected():
@@ -105,3 +120,13 @@ def test_ranks_that_wait_for_each_other_are_rejected():
         ScheduleError, match=r"wait for each other: rank 0 in dispatch_wait.*rank 1 in attend"
     ):
         verify_ranks([(started, *dispatch, attend), (started, attend, *dispatch)])
+
+
+def test_a_combine_is_not_taken_for_the_dispatch_before_it():
+    """Both are transfers of one slice in one layer; rank 1 issues its combine after its attention."""
+    kinds = ("route", "dispatch_start", "dispatch_wait", "combine_start", "combine_wait")
+    route, start, wait, combine, combined = (Phase(kind, 0, 0, 0) for kind in kinds)
+    attend = Phase("attend", 0, 1, 0)
+    ranks = [(route, start, wait, combine, combined, attend), (route, start, wait, attend, combine, combined)]
+    with pytest.raises(ScheduleError, match=r"rank 0 in combine_wait.*rank 1 in attend"):
+        verify_ranks(ranks)

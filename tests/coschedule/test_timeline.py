@@ -26,6 +26,13 @@ def test_rows_are_in_flight_from_launch_to_wait():
     ]
 
 
+def test_transfers_of_two_micro_steps_are_not_mixed():
+    later = [s._replace(start=s.start + 10, stop=s.stop + 10, micro_step=1) for s in SPANS]
+    assert [(t.start, t.stop) for t in transfers(SPANS + later)] == [
+        (1.5, 3.25), (6.5, 9.0), (11.5, 13.25), (16.5, 19.0)
+    ]  # fmt: skip
+
+
 def test_chrome_trace_has_ranks_lanes_and_microseconds():
     trace = json.loads(json.dumps(chrome_trace([SPANS, SPANS[:3]])))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

@@ -31,6 +31,7 @@ def traced(rank: int, world: int, policy: str, slicing: str) -> tuple[list[Event
     slices = shard_slices(
         tokens_BS, tokens_BS, positions_BS, torch.zeros_like(tokens_BS), world, rank, slicing=slicing
     )
+    trace.watch_forward()
     loss = model(slices, LossScale(tokens_BS.numel(), tokens_BS.numel(), 1)).loss
     trace.watch_backward(loss)
     loss.backward()
