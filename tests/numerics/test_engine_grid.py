@@ -112,7 +112,9 @@ def _reference_of(job: EngineJob) -> Trajectory:
 
 @functools.cache
 def _launch(world: int) -> dict[EngineJob, list[EngineResult]]:
-    return launch(run_engine_jobs, world, JOBS[world], per_launch=3)
+    # Workers end after ZeRO-3, and new ones take seconds to start: its jobs lie together.
+    jobs = sorted(JOBS[world], key=lambda job: job.zero.startswith("3"))
+    return launch(run_engine_jobs, world, jobs, per_launch=3)
 
 
 def _errors(job: EngineJob) -> dict[str, float]:
