@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then lint, format, types and the whole CPU test suite. Arguments go to pytest:
-#   launch/test.sh                          everything (about 15 minutes on two cores)
+#   launch/test.sh                          everything (about 22 minutes on two cores)
 #   launch/test.sh tests/moe -m 'not slow'  a part
 # What is skipped is listed at the end with its reason. .venv/bin/pytest --help lists pytest's own options.
 set -uo pipefail

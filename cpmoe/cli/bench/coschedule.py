@@ -48,7 +48,7 @@ SCENARIOS = (
 
 
 def run(json_path: str | Path | None) -> dict[str, Any]:
-    """Measures, prints, and returns {"figures", "conditions"}; about 12 minutes."""
+    """Measures, prints, and returns {"figures", "conditions"}; an estimated 12 minutes."""
     figures: dict[str, float] = {}
     rows = []
     hosts = "two network namespaces"
