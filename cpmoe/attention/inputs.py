@@ -25,10 +25,10 @@ def check_inputs(
     ring_grad: ProcessGroup | None,
 ) -> None:
     """Raises ValueError where q, k, v do not fit each other, the plan or the ring."""
-    if q_BTHD.dim() != 4 or k_BTGD.dim() != 4 or k_BTGD.shape != v_BTGD.shape:
+    if q_BTHD.dim() != 4 or k_BTGD.dim() != 4 or k_BTGD.shape[:3] != v_BTGD.shape[:3]:
         raise ValueError(
             f"q {tuple(q_BTHD.shape)}, k {tuple(k_BTGD.shape)}, v {tuple(v_BTGD.shape)}: must be "
-            "[B, T, H, D] and twice the same [B, T, G, D]"
+            "[B, T, H, D] and twice [B, T, G, D], alike but for the size D of V"
         )
     for name, x, length in (("q", q_BTHD, plan.num_queries), ("k", k_BTGD, plan.num_tokens)):
         if tuple(x.shape[:2]) != (plan.batch_size, length):

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from cpmoe.attention.allgather import allgather_attention
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.scores import Scores
 from cpmoe.parallel.comm_clock import comm_clock
 
 STRATEGIES: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "allgather": allgather_attention}
@@ -37,7 +38,7 @@ def sharded_attention(
     ulysses: ProcessGroup | None = None,
     strategy: str = "ring",
     backend: str = "auto",
-    scale: float | None = None,
+    scores: Scores | None = None,
     dkv_dtype: str = "float32",
 ) -> Tensor:
     """The strategy's attention over `plan`, between two exchanges of heads on `ulysses`: out [B, T, H, D].
@@ -50,22 +51,25 @@ def sharded_attention(
     """
     attend = STRATEGIES[strategy]
     if ulysses is None:
-        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scale, dkv_dtype)
+        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scores, dkv_dtype)
     size, num_heads, num_kv_heads = dist.get_world_size(ulysses), q_BTHD.shape[2], k_BTGD.shape[2]
     if num_heads % size:
         raise ValueError(f"attention.ulysses_size = {size}: must divide the {num_heads} query heads")
     copies = size // math.gcd(size, num_kv_heads)
     if copies > 1:
         k_BTGD, v_BTGD = (x.repeat_interleave(copies, dim=2) for x in (k_BTGD, v_BTGD))
-    shares = [x.unflatten(2, (size, -1)) for x in (q_BTHD, k_BTGD, v_BTGD)]
-    widths = [share.shape[3] for share in shares]
+    shares = [x.unflatten(2, (size, -1)).flatten(3) for x in (q_BTHD, k_BTGD, v_BTGD)]
     together = _Exchange.apply(torch.cat(shares, dim=3), ulysses, True)
-    out_BTHD = attend(*together.split(widths, dim=2), plan, ring, ring_grad, backend, scale, dkv_dtype)
+    parts = together.split([share.shape[3] for share in shares], dim=2)
+    qkv = [
+        part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, (q_BTHD, k_BTGD, v_BTGD), strict=True)
+    ]
+    out_BTHD = attend(*qkv, plan, ring, ring_grad, backend, scores, dkv_dtype)
     return _Exchange.apply(out_BTHD, ulysses, False).flatten(2, 3)
 
 
 class _Exchange(torch.autograd.Function):
-    """[B, T, U, H, D], a share of heads for each rank → [B, U·T, H, D], this rank's of all; or back."""
+    """[B, T, U, ...], a share of heads for each rank → [B, U·T, ...], this rank's of all; or back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup, gathers_tokens: bool) -> Tensor:  # type: ignore[override]

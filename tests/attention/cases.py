@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from cpmoe.attention.layout import padded_length, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.plan import deal_batch
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.sharding import shard_batch
 from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.parallel.grid import RankGrid
@@ -37,6 +38,9 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 4
+    # Of V, where it is another.
+    size_v: int | None = None
+    softcap: float = 0.0
     contiguous: bool = True
     # The scores of every run of `gap_tokens` keys are lifted by another multiple of 100.
     gap_tokens: int = 0
@@ -59,12 +63,16 @@ def inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """((q, k, v), grad_out) of the whole sequence: float64 values that the case's dtype holds exactly."""
     documents_BS = documents(case)
     generator = torch.Generator().manual_seed(documents_BS.numel())
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    size_v = case.size_v or case.head_dim
+    heads = (
+        (case.num_heads, case.head_dim),
+        (case.num_kv_heads, case.head_dim),
+        (case.num_kv_heads, size_v),
+        (case.num_heads, size_v),
+    )
     q, k, v, grad_out = (
-        torch.randn(*documents_BS.shape, h, case.head_dim, generator=generator)
-        .to(case.dtype)
-        .to(torch.float64)
-        for h in heads
+        torch.randn(*documents_BS.shape, *head, generator=generator).to(case.dtype).to(torch.float64)
+        for head in heads
     )
     if case.gap_tokens:
         run_S = torch.arange(documents_BS.shape[1]) // case.gap_tokens
@@ -76,7 +84,7 @@ def inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 def expected(case: Case) -> list[Tensor]:
     """[out, dq, dk, dv] of the whole sequence in float64."""
     leaves, grad_out = inputs(case)
-    return list(dense_gradients(leaves, grad_out, documents(case), case.mask))
+    return list(dense_gradients(leaves, grad_out, documents(case), case.mask, case.softcap))
 
 
 def padded_to(case: Case, world_size: int) -> int:
@@ -121,8 +129,9 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     )
     index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
+    scores = Scores(case.head_dim**-0.5, case.softcap) if case.softcap else None
     out = sharded_attention(
-        *leaves, shard.plan, *groups, case.strategy, case.backend, dkv_dtype=case.dkv_dtype
+        *leaves, shard.plan, *groups, case.strategy, case.backend, scores, dkv_dtype=case.dkv_dtype
     )
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
     return [out.detach(), *grads]

@@ -30,12 +30,19 @@ def dense_mask(documents_BS: Tensor, mask: Mask = CAUSAL) -> Tensor:
 
 
 def dense_attention(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents_BS: Tensor, mask: Mask = CAUSAL
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    documents_BS: Tensor,
+    mask: Mask = CAUSAL,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Softmax over the visible keys; 0 for queries that see none. Computes in the dtype it is given."""
     group = q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (x.repeat_interleave(group, dim=2) for x in (k_BSGD, v_BSGD))
     scores = torch.einsum("bihd,bjhd->bhij", q_BSHD, k_BSHD) / q_BSHD.shape[-1] ** 0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     visible = dense_mask(documents_BS, mask)[:, None]
     # Softmax over a fully hidden row is NaN: such rows attend to themselves and are zeroed afterwards.
     padding = (documents_BS < 0)[:, None]
@@ -45,9 +52,13 @@ def dense_attention(
 
 
 def dense_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor], grad_out_BSHD: Tensor, documents_BS: Tensor, mask: Mask = CAUSAL
+    inputs: tuple[Tensor, Tensor, Tensor],
+    grad_out_BSHD: Tensor,
+    documents_BS: Tensor,
+    mask: Mask = CAUSAL,
+    softcap: float = 0.0,
 ):
     """(out, dq, dk, dv) in the inputs' dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = dense_attention(*leaves, documents_BS, mask)
+    out = dense_attention(*leaves, documents_BS, mask, softcap)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out_BSHD)

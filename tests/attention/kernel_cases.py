@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cpmoe.attention.blocks.triton.configs import architecture_of
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
 
 
@@ -143,8 +144,7 @@ def by_kernels(case: KernelCase, device: str, precision: str = "ieee") -> dict[s
             layout(k, case, device),
             layout(v, case, device),
             spans(visible(case, hop)),
-            case.scale,
-            case.softcap,
+            Scores(case.scale, case.softcap),
             precision,
             architecture_of(q.device),
             case.descriptors,

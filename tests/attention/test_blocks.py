@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpmoe.attention.blocks import (
     KeyValueBlock,
     KeyValueGradient,
+    KeyValueSizes,
     QueryGradient,
     RunningSoftmax,
     SavedForward,
@@ -29,9 +30,11 @@ from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach, RowReach
 from cpmoe.attention.rectangles import Kind, Rectangle
 from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.scores import Scores
 from tests.attention.cases import relative_error
 from tests.attention.dense import dense_gradients
 
+SCORES = Scores(0.25)
 # Those with float64; for Triton's see test_triton.py.
 NAMED = ["reference", "sdpa"]
 
@@ -64,10 +67,10 @@ def _softmax_of_parts(q: Tensor, parts: list[tuple[Tensor, Tensor]]) -> tuple[Te
 
 
 def _run(backend: str, q: Tensor, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    state = RunningSoftmax(q)
+    state = RunningSoftmax(q, q.shape[3])
     for k, v in parts:
         block = KeyValueBlock(k, v, TokenRanges(((0, k.shape[1]),)))
-        select_backend(backend, q, k).forward(q, block, _full(q, k.shape[1]), state, q.shape[-1] ** -0.5)
+        select_backend(backend, q, k, v, SCORES).forward(q, block, _full(q, k.shape[1]), state, SCORES)
     return state.result()
 
 
@@ -97,7 +100,7 @@ def test_merging_when_neither_or_one_side_saw_a_key():
     rectangle = Rectangle(0, 1, 0, 2, 0, 1)
     nothing = torch.zeros(1, 2, 4, 16), torch.full((1, 2, 4), -torch.inf)
     something = torch.ones(1, 2, 4, 16), torch.full((1, 2, 4), -500.0)
-    state = RunningSoftmax(q)
+    state = RunningSoftmax(q, q.shape[3])
     state.merge(rectangle, *nothing)
     out, lse = state.result()
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -127,18 +130,19 @@ def test_backward_adds_each_block_to_float32_sums(backend, dtype):
     q, k, v, grad_out = (x.to(dtype) for x in _tensors(6, 8, batch_size=2))
     tokens = TokenRanges(((2, 6), (9, 13)))
     reach = _reach(2, (3 * [2] + 3 * [9], 3 * [6] + 3 * [13]), (3 * [0] + 3 * [2], 3 * [0] + 3 * [6]))
-    blocks, scale = select_backend(backend, q, k), 0.3
-    block, state = KeyValueBlock(k, v, tokens), RunningSoftmax(q)
-    blocks.forward(q, block, reach, state, scale)
+    scores = Scores(0.3)
+    blocks = select_backend(backend, q, k, v, scores)
+    block, state = KeyValueBlock(k, v, tokens), RunningSoftmax(q, q.shape[3])
+    blocks.forward(q, block, reach, state, scores)
     out, lse = state.result()
-    dq, dkv = QueryGradient(q), KeyValueGradient(tokens, 2, k)
-    blocks.backward(SavedForward(q, grad_out, out.to(dtype), lse, scale), block, reach, dq, dkv)
+    dq, dkv = QueryGradient(q), KeyValueGradient(tokens, k, v)
+    blocks.backward(SavedForward(q, grad_out, out.to(dtype), lse, scores), block, reach, dq, dkv)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     assert {x.dtype for x in (out, lse, dq.result(), *dkv.result())} == {sums}
 
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, dim=2) for x in leaves[1:])
-    scores = torch.einsum("bthd,buhd->bhtu", leaves[0], keys) * scale
+    scores = torch.einsum("bthd,buhd->bhtu", leaves[0], keys) * scores.scale
     hidden = torch.zeros(6, 8, dtype=torch.bool)
     hidden[:3, 4:] = True
     probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -153,12 +157,13 @@ def test_backward_adds_each_block_to_float32_sums(backend, dtype):
 def test_packed_gradients_add_up_by_token():
     """dKV that arrives covers other tokens than the block's own: sums go by token, untouched ones stay 0."""
     k = torch.zeros(1, 4, 1, 2)
-    dkv = KeyValueGradient(TokenRanges(((0, 3), (5, 8))), 1, k)
+    dkv = KeyValueGradient(TokenRanges(((0, 3), (5, 8))), k, k)
     dkv.add(Rectangle(0, 1, 0, 1, 5, 7, kind="full"), torch.ones(1, 2, 1, 2), torch.full((1, 2, 1, 2), 2.0))
     arrived = torch.arange(1.0, 5.0)[None, None, :, None, None].expand(2, 1, 4, 1, 2)
-    dkv.add_packed(TokenRanges(((1, 3), (6, 8))), arrived)
-    assert dkv.packed()[0, 0, :, 0, 0].tolist() == [0, 1, 2, 1, 4, 4]
-    assert dkv.packed()[1, 0, :, 0, 0].tolist() == [0, 1, 2, 2, 5, 4]
+    dkv.add_packed(TokenRanges(((1, 3), (6, 8))), arrived.flatten())
+    dk, dv = KeyValueSizes.of(k, k).views(dkv.packed())
+    assert dk[0, :, 0, 0].tolist() == [0, 1, 2, 1, 4, 4]
+    assert dv[0, :, 0, 0].tolist() == [0, 1, 2, 2, 5, 4]
 
 
 @pytest.mark.parametrize("backend", NAMED)
@@ -166,7 +171,7 @@ def test_scale_and_one_rank_without_groups(backend):
     documents_BS = torch.zeros(2, 9, dtype=torch.long)
     leaves = [x.requires_grad_() for x in _tensors(9, 9, batch_size=2)]
     plan = build_plan(documents_BS, 1, 0)
-    out = ring_attention(*leaves[:3], plan, None, None, backend, scale=0.5)
+    out = ring_attention(*leaves[:3], plan, None, None, backend, Scores(0.5))
     grads = torch.autograd.grad(out, leaves[:3], leaves[3].detach())
     scaled = (leaves[0].detach() * 0.5 * 4, leaves[1].detach(), leaves[2].detach())
     exact = list(dense_gradients(scaled, leaves[3].detach(), documents_BS))
@@ -214,7 +219,7 @@ def test_auto_says_once_what_it_chose(caplog):
     _say_once.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(3):
-            assert select_backend("auto", q, q) is select_backend("sdpa", q, q)
+            assert select_backend("auto", q, q, q, SCORES) is select_backend("sdpa", q, q, q, SCORES)
     assert [record.message for record in caplog.records] == [
         "attention.backend auto is sdpa (the first choice on cpu)"
     ]
@@ -234,13 +239,19 @@ def test_errors_name_what_can():
         ring_attention(*meta, plan, None, None, "sdpa")
     with pytest.raises(ValueError, match=r"int64 is not one of float64, .* backends that can: none"):
         ring_attention(q.long(), k.long(), v.long(), plan, None, None, "sdpa")
+    with pytest.raises(ValueError, match=r"'sdpa': torch's kernels have no softcap; .* can: reference"):
+        ring_attention(q, k, v, plan, None, None, "sdpa", Scores(0.25, softcap=30.0))
+    with pytest.raises(ValueError, match=r"'sdpa': head size 8 of V must be 16, .* can: reference"):
+        ring_attention(q, k, v[..., :8], plan, None, None, "sdpa")
+    with pytest.raises(ValueError, match=r"softcap = -1\.0: must be above 0, or 0 for none"):
+        Scores(0.25, softcap=-1.0)
     with pytest.raises(ValueError, match=r"q \(1, 4, 4, 16\): the plan is for 1 rows of 8 tokens"):
         ring_attention(q, k, v, build_plan(torch.zeros(1, 8, dtype=torch.long), 1, 0), None, None)
     with pytest.raises(ValueError, match="3 query heads of size 16 and 2 KV heads"):
         ring_attention(q[:, :, :3], k, v, plan, None, None)
     with pytest.raises(ValueError, match="must have one dtype"):
         ring_attention(q, k.float(), v, plan, None, None)
-    with pytest.raises(ValueError, match=r"twice the same \[B, T, G, D\]"):
+    with pytest.raises(ValueError, match=r"twice \[B, T, G, D\], alike but for"):
         ring_attention(q, k, v[:, :3], plan, None, None)
     with pytest.raises(ValueError, match=r"attention\.dkv_dtype = 'half': must be one of float32, bfloat16"):
         ring_attention(q, k, v, plan, None, None, dkv_dtype="half")

@@ -1,5 +1,6 @@
 """Ring and all-gather attention on 1 to 4 gloo processes against the dense float64 definition."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -49,7 +50,7 @@ def _grid(world_size: int) -> list[Case]:
             *_masked(world_size),
         ]
     )
-    exact += _exchanging_heads(world_size)
+    exact += _exchanging_heads(world_size) + _bent_and_unequal(world_size)
     documents_ = ((seq_len // 2 + 3, seq_len // 2 - 3), (seq_len - 4, -4))
     rounded = [
         Case("rounded", documents_, dtype=dtype, backend=backend, strategy=strategy, head_dim=16)
@@ -88,6 +89,23 @@ def _exchanging_heads(world_size: int) -> list[Case]:
     ] + [
         Case("heads-half", rows, dtype=torch.bfloat16, ulysses_size=2, num_kv_heads=1)
         for _ in range(world_size % 2 == 0)
+    ]
+
+
+def _bent_and_unequal(world_size: int) -> list[Case]:
+    """A softcap that bends most scores, and heads of V that are smaller or larger than those of Q and K."""
+    seq_len = 12 * world_size
+    rows = ((seq_len - 7, 4, 3), (seq_len,))
+    plain = Case("values-3", rows, size_v=3, head_dim=6, backend="reference")
+    bent = replace(plain, name="softcap-values-7", size_v=7, softcap=0.5)
+    window = Mask(window=(8, None), num_sinks=2)
+    return [
+        plain,
+        replace(plain, strategy="allgather", layout="striped"),
+        replace(bent, mask=window, layout="contiguous"),
+        replace(bent, backend="auto", mask=window),
+        replace(bent, strategy="allgather", mask=Mask(causal=False)),
+        *(replace(bent, ulysses_size=size) for size in (2, 4) if world_size % size == 0),
     ]
 
 

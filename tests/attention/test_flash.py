@@ -16,17 +16,21 @@ from cpmoe.attention import ring
 from cpmoe.attention.blocks.flash import FlashBlocks
 from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.plan import build_plan
+from cpmoe.attention.scores import Scores
 from tests.attention.cases import Case, documents, expected, inputs, relative_error
 
 
-def _scores(q_RHD, k_RGD, scale, causal, before, after):
+def _scores(q_RHD, k_RGD, scale, causal, before, after, softcap):
     """Masked scores [H, R, U], masks aligned at the last query and key as flash-attn does."""
     k_RHD = k_RGD.repeat_interleave(q_RHD.shape[1] // k_RGD.shape[1], dim=1)
     place = torch.arange(len(q_RHD))[:, None] + len(k_RGD) - len(q_RHD) - torch.arange(len(k_RGD))
     hidden = (place < 0) & causal
     hidden |= (place > before) & (before >= 0)
     hidden |= (-place > after) & (after >= 0)
-    return torch.einsum("rhd,uhd->hru", q_RHD, k_RHD).mul(scale).masked_fill(hidden, -torch.inf)
+    scores = torch.einsum("rhd,uhd->hru", q_RHD, k_RHD).mul(scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _documents(starts_q, starts_k):
@@ -37,12 +41,12 @@ def _documents(starts_q, starts_k):
 
 def _forward(
     q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, scale, causal, window_size_left=-1,
-    window_size_right=-1,
+    window_size_right=-1, softcap=0.0,
 ):  # fmt: skip
     out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
     for rows, keys in _documents(starts_q, starts_k):
         assert rows.stop - rows.start <= longest_q and keys.stop - keys.start <= longest_k
-        scores = _scores(q[rows], k[keys], scale, causal, window_size_left, window_size_right)
+        scores = _scores(q[rows], k[keys], scale, causal, window_size_left, window_size_right, softcap)
         values = v[keys].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[rows] = torch.einsum("hru,uhd->rhd", scores.softmax(-1), values)
         lse[:, rows] = scores.logsumexp(-1)
@@ -58,11 +62,13 @@ def _backward(
     for x in (dq, dk, dv):
         x.fill_(torch.nan)
     for rows, keys in _documents(starts_q, starts_k):
-        scores = _scores(q[rows], k[keys], scale, causal, window_size_left, window_size_right)
+        scores = _scores(q[rows], k[keys], scale, causal, window_size_left, window_size_right, softcap)
         probs = (scores - lse[:, rows, None]).exp()
         k_RHD, v_RHD = (x[keys].repeat_interleave(group, dim=1) for x in (k, v))
         delta = (dout[rows] * out[rows]).sum(-1).T[..., None]
         dscores = probs * (torch.einsum("rhd,uhd->hru", dout[rows], v_RHD) - delta) * scale
+        if softcap:
+            dscores *= 1 - (scores.masked_fill(probs == 0, 0) / softcap).square()
         dq[rows] = torch.einsum("hru,uhd->rhd", dscores, k_RHD)
         dk[keys] = torch.einsum("hru,rhd->uhd", dscores, q[rows]).unflatten(1, (-1, group)).sum(2)
         dv[keys] = torch.einsum("hru,rhd->uhd", probs, dout[rows]).unflatten(1, (-1, group)).sum(2)
@@ -79,15 +85,23 @@ def flash_attn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [CAUSAL, Mask(window=(5, None), num_sinks=2), Mask(causal=False), Mask(causal=False, window=(3, 6))],
+    ("mask", "softcap"),
+    [
+        (CAUSAL, 0.0),
+        (Mask(window=(5, None), num_sinks=2), 0.5),
+        (Mask(causal=False), 0.0),
+        (Mask(causal=False, window=(3, 6)), 0.0),
+    ],
     ids=str,
 )
-def test_rectangles_of_a_kind_are_one_call(flash_attn, mask):
-    case = Case("flash", ((17, 1, 22, -3), (43,), (20, 23)), mask=mask)
+def test_rectangles_of_a_kind_are_one_call(flash_attn, mask, softcap):
+    case = Case("flash", ((17, 1, 22, -3), (43,), (20, 23)), mask=mask, softcap=softcap)
+    scores = Scores(case.head_dim**-0.5, softcap)
     (q, k, v), grad_out = inputs(case)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring.ring_attention(*leaves, build_plan(documents(case), 1, 0, mask=mask), None, None)
+    out = ring.ring_attention(
+        *leaves, build_plan(documents(case), 1, 0, mask=mask), None, None, scores=scores
+    )
     grads = torch.autograd.grad(out, leaves, grad_out)
     for ours, exact in zip((out.detach(), *grads), expected(case), strict=True):
         assert relative_error(ours, exact) <= 1e-12
@@ -95,4 +109,6 @@ def test_rectangles_of_a_kind_are_one_call(flash_attn, mask):
 
 def test_what_is_missing_is_named():
     q = torch.zeros(1, 4, 2, 64)
-    assert "the package flash-attn is not installed" in (FlashBlocks().unsupported(q, q) or "")
+    assert "the package flash-attn is not installed" in (
+        FlashBlocks().unsupported(q, q, q, Scores(1.0)) or ""
+    )

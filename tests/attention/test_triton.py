@@ -10,6 +10,7 @@ from cpmoe.attention.blocks import select_backend
 from cpmoe.attention.mask import Mask
 from cpmoe.attention.plan import build_plan
 from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.scores import Scores
 from tests.attention.cases import relative_error
 from tests.attention.kernel_cases import KernelCase, by_kernels, naive
 
@@ -28,6 +29,7 @@ DEVICES = [
         ],
     ),
 ]
+SCORES = Scores(0.25)
 HALF = (torch.bfloat16, torch.float16)
 LONG = {"num_queries": 127, "num_keys": 127}
 CASES = [
@@ -120,17 +122,21 @@ def test_error_does_not_grow_with_the_ring(device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "mask", [Mask(), Mask(window=(20, None), num_sinks=3), Mask(causal=False)], ids=["causal", "sinks", "all"]
+    ("mask", "softcap", "size_v"),
+    [(Mask(), 0.0, 32), (Mask(window=(20, None), num_sinks=3), 0.5, 32), (Mask(causal=False), 0.0, 24)],
+    ids=["causal", "sinks", "all"],
 )
-def test_as_backend_of_one_rank(mask: Mask, device: str):
+def test_as_backend_of_one_rank(mask: Mask, softcap: float, size_v: int, device: str):
     documents_BS = torch.arange(100)[None] // torch.tensor([[60], [33]])
     documents_BS[1, 90:] = -1
     torch.manual_seed(0)
-    tensors = [torch.randn(2, 100, h, 32) for h in (4, 2, 2, 4)]
+    tensors = [torch.randn(2, 100, *head) for head in ((4, 32), (2, 32), (2, size_v), (4, size_v))]
+    scores = Scores(32**-0.5, softcap)
     results = []
     for backend, where, dtype in (("triton", device, torch.float32), ("reference", "cpu", torch.float64)):
         *leaves, grad_out = (x.to(where, dtype).requires_grad_() for x in tensors)
-        out = ring_attention(*leaves, build_plan(documents_BS, 1, 0, mask=mask), None, None, backend)
+        plan = build_plan(documents_BS, 1, 0, mask=mask)
+        out = ring_attention(*leaves, plan, None, None, backend, scores)
         results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, grad_out))])
     for tolerance, ours, exact in zip((1e-6, 1e-5, 1e-5, 1e-5), *results, strict=True):
         assert relative_error(ours, exact) <= tolerance
@@ -139,22 +145,21 @@ def test_as_backend_of_one_rank(mask: Mask, device: str):
 def test_what_it_cannot_do_is_said(monkeypatch):
     q, k = torch.zeros(1, 4, 4, 16, device="meta"), torch.zeros(1, 4, 2, 16, device="meta")
     with pytest.raises(ValueError, match=r"'triton': device meta has no Triton kernels \(cuda has"):
-        select_backend("triton", q, k)
+        select_backend("triton", q, k, k, SCORES)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match=r"device cpu has no .* TRITON_INTERPRET=1 .* can: reference, sdpa"):
-        select_backend("triton", torch.zeros(1, 4, 4, 16), torch.zeros(1, 4, 2, 16))
+        select_backend("triton", *(torch.zeros(1, 4, h, 16) for h in (4, 2, 2)), SCORES)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'triton': the package triton is not installed"):
-        select_backend("triton", q, k)
+        select_backend("triton", q, k, k, SCORES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 def test_limits_of_inputs():
     q, k = torch.zeros(1, 4, 4, 16), torch.zeros(1, 4, 2, 16)
     with pytest.raises(ValueError, match="float64 is not one of bfloat16, float16, float32"):
-        select_backend("triton", q.double(), k.double())
+        select_backend("triton", q.double(), k.double(), k.double(), SCORES)
     with pytest.raises(ValueError, match=r"head size 300 is more than 256, the most for torch\.float32"):
-        select_backend("triton", q[..., :1].expand(-1, -1, -1, 300), k)
-    plan = build_plan(torch.zeros(1, 4, dtype=torch.long), 1, 0)
-    with pytest.raises(ValueError, match=r"scale = -1\.0: must be above 0"):
-        ring_attention(q, k, k, plan, None, None, "triton", scale=-1.0)
+        select_backend("triton", q[..., :1].expand(-1, -1, -1, 300), k, k, SCORES)
+    with pytest.raises(ValueError, match=r"'triton': scale -1\.0 is not above 0; .* can: reference, sdpa"):
+        select_backend("triton", q, k, k, Scores(-1.0))

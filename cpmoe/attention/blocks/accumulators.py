@@ -2,19 +2,24 @@
 
 The only place where partial results are merged, whatever backend computed them.
 
-Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads, D head dim.
+Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads, D head dim; the heads of V,
+of dV and of the output may have another size than those of Q and K.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.rectangles import Rectangle
+from cpmoe.attention.scores import Scores
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,11 +27,38 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class KeyValueSizes(NamedTuple):
+    """What K and V of some tokens, or their gradients, measure, but for the number of tokens.
+
+    They travel as one flat buffer: all of K [B, T, G, D], then all of V, both contiguous.
+    """
+
+    batch_size: int
+    num_kv_heads: int
+    size_qk: int
+    size_v: int
+
+    @classmethod
+    def of(cls, k_BTGD: Tensor, v_BTGD: Tensor) -> KeyValueSizes:
+        batch_size, _, num_kv_heads, size_qk = k_BTGD.shape
+        return cls(batch_size, num_kv_heads, size_qk, v_BTGD.shape[3])
+
+    def elements(self, num_tokens: int) -> int:
+        """Of a packed buffer of so many tokens."""
+        return self.batch_size * num_tokens * self.num_kv_heads * (self.size_qk + self.size_v)
+
+    def views(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """The packed buffer as (k_BTGD, v_BTGD)."""
+        rows = (self.batch_size, packed.numel() // self.elements(1), self.num_kv_heads)
+        k, v = packed.split([math.prod(rows) * size for size in (self.size_qk, self.size_v)])
+        return k.view(*rows, self.size_qk), v.view(*rows, self.size_v)
+
+
 @dataclass(frozen=True)
 class KeyValueBlock:
     """KV of one rank: k_BTGD, v_BTGD hold the source's local tokens `tokens`, in order.
 
-    `packed`, if there is one, is the contiguous buffer [2, B, T, G, D] that they are views of.
+    `packed`, if there is one, is the buffer (`KeyValueSizes`) that they are views of.
     """
 
     k_BTGD: Tensor
@@ -35,20 +67,23 @@ class KeyValueBlock:
     packed: Tensor | None = None
 
     @classmethod
-    def from_packed(cls, packed: Tensor, tokens: TokenRanges) -> KeyValueBlock:
-        return cls(packed[0], packed[1], tokens, packed)
+    def from_packed(cls, packed: Tensor, sizes: KeyValueSizes, tokens: TokenRanges) -> KeyValueBlock:
+        return cls(*sizes.views(packed), tokens, packed)
+
+    @property
+    def sizes(self) -> KeyValueSizes:
+        return KeyValueSizes.of(self.k_BTGD, self.v_BTGD)
 
     def pack(self, tokens: TokenRanges) -> Tensor:
-        """A contiguous buffer [2, B, T, G, D] of some of the block's tokens: its own one where that fits."""
+        """A flat buffer (`KeyValueSizes`) of some of the block's tokens: its own one where that fits."""
         if self.packed is not None and tokens == self.tokens:
             return self.packed
-        k_BTGD, v_BTGD = self.k_BTGD, self.v_BTGD
-        packed = k_BTGD.new_empty((2, k_BTGD.shape[0], tokens.wire_tokens, *k_BTGD.shape[2:]))
-        offset = 0
+        packed = self.k_BTGD.new_empty(self.sizes.elements(tokens.wire_tokens))
+        offset, places = 0, self.sizes.views(packed)
         for start, stop in tokens.ranges:
-            length, place = stop - start, self.tokens.place(start, stop)
-            packed[0, :, offset : offset + length] = k_BTGD[:, place : place + length]
-            packed[1, :, offset : offset + length] = v_BTGD[:, place : place + length]
+            length, first = stop - start, self.tokens.place(start, stop)
+            for place_BTGD, x_BTGD in zip(places, (self.k_BTGD, self.v_BTGD), strict=True):
+                place_BTGD[:, offset : offset + length] = x_BTGD[:, first : first + length]
             offset += length
         return packed
 
@@ -80,11 +115,11 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 class RunningSoftmax:
     """Output and logsumexp over the keys seen so far; queries that saw none have 0 and −inf.
 
-    Both are kept in `accumulation_dtype`.
+    Both are kept in `accumulation_dtype`. `size_v` is the head size of V.
     """
 
-    def __init__(self, q_BTHD: Tensor) -> None:
-        self._shape = q_BTHD.shape
+    def __init__(self, q_BTHD: Tensor, size_v: int) -> None:
+        self._shape = torch.Size((*q_BTHD.shape[:3], size_v))
         self._dtype, self._device = accumulation_dtype(q_BTHD.dtype), q_BTHD.device
         self._out_BTHD: Tensor | None = None
         self._lse_BTH: Tensor | None = None
@@ -138,7 +173,7 @@ class SavedForward:
     grad_out_BTHD: Tensor
     out_BTHD: Tensor
     lse_BTH: Tensor
-    scale: float
+    scores: Scores
 
     @cached_property
     def delta_BTH(self) -> Tensor:
@@ -182,9 +217,9 @@ class QueryGradient:
 class KeyValueGradient:
     """dK and dV of one block in the accumulation dtype; `tokens` are the source's local tokens it holds."""
 
-    def __init__(self, tokens: TokenRanges, batch_size: int, k_BTGD: Tensor) -> None:
+    def __init__(self, tokens: TokenRanges, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
         self.tokens = tokens
-        self._shape = (batch_size, tokens.wire_tokens, *k_BTGD.shape[2:])
+        self._sizes = KeyValueSizes.of(k_BTGD, v_BTGD)
         self._dtype, self._device = accumulation_dtype(k_BTGD.dtype), k_BTGD.device
         self._sums: tuple[Tensor, Tensor] | None = None
         self._packed: Tensor | None = None
@@ -195,18 +230,18 @@ class KeyValueGradient:
         self._add(slice(rectangle.batch_start, rectangle.batch_stop), start, dk_BTGD, dv_BTGD)
 
     def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
-        """Adds the packed gradient [2, B, T, G, D] of some of these tokens."""
+        """Adds the packed gradient (`KeyValueSizes`) of some of these tokens."""
         offset = 0
+        arrived = self._sizes.views(packed)
         for start, stop in tokens.ranges:
-            dk_BTGD, dv_BTGD = packed[:, :, offset : offset + stop - start]
+            dk_BTGD, dv_BTGD = (x_BTGD[:, offset : offset + stop - start] for x_BTGD in arrived)
             self._add(slice(None), self.tokens.place(start, stop), dk_BTGD, dv_BTGD)
             offset += stop - start
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(dk_BTGD, dv_BTGD)"""
         if self._sums is None:
-            self._packed = torch.zeros((2, *self._shape), dtype=self._dtype, device=self._device)
-            self._sums = self._packed[0], self._packed[1]
+            self._sums = self._allocate(torch.zeros)
         return self._sums
 
     def storage(self, covers_all: bool) -> tuple[Tensor, Tensor, bool]:
@@ -219,17 +254,22 @@ class KeyValueGradient:
             return *self._sums, True
         if not covers_all:
             return *self.result(), True
-        self._packed = torch.empty((2, *self._shape), dtype=self._dtype, device=self._device)
-        self._sums = self._packed[0], self._packed[1]
+        self._sums = self._allocate(torch.empty)
         return *self._sums, False
 
     def packed(self) -> Tensor:
-        """Both in one contiguous buffer [2, B, T, G, D]."""
+        """Both in one flat buffer (`KeyValueSizes`)."""
         sums = self.result()
-        return torch.stack(sums) if self._packed is None else self._packed
+        return torch.cat([x_BTGD.flatten() for x_BTGD in sums]) if self._packed is None else self._packed
+
+    def _allocate(self, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        size = self._sizes.elements(self.tokens.wire_tokens)
+        self._packed = make(size, dtype=self._dtype, device=self._device)
+        return self._sizes.views(self._packed)
 
     def _add(self, rows: slice, start: int, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
-        if self._sums is None and dk_BTGD.shape == self._shape:
+        is_whole = dk_BTGD.shape[:2] == (self._sizes.batch_size, self.tokens.wire_tokens)
+        if self._sums is None and is_whole:
             self._sums = dk_BTGD.to(self._dtype), dv_BTGD.to(self._dtype)
             return
         tokens = slice(start, start + dk_BTGD.shape[1])

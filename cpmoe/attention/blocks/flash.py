@@ -27,6 +27,7 @@ from cpmoe.attention.blocks.accumulators import (
 )
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.rectangles import Kind, Rectangle
+from cpmoe.attention.scores import Scores
 
 OLDEST, MAX_HEAD_DIM, CAPABILITY = (2, 7), 256, (8, 0)
 # (causal, keys before, keys after) of flash-attn, for as many queries as keys; -1 is no limit.
@@ -89,7 +90,7 @@ class _Packed(NamedTuple):
 
 
 class FlashBlocks:
-    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
         missing = _missing()
         if missing:
             return missing
@@ -102,10 +103,12 @@ class FlashBlocks:
             return f"{dtype} is not one of bfloat16, float16"
         if head_dim > MAX_HEAD_DIM or head_dim % 8:
             return f"head size {head_dim} is no multiple of 8 up to {MAX_HEAD_DIM}"
+        if v_BTGD.shape[-1] != head_dim:
+            return f"head size {v_BTGD.shape[-1]} of V must be {head_dim}, that of K"
         return None
 
     def forward(
-        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, state: RunningSoftmax, scale: float
+        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, state: RunningSoftmax, scores: Scores
     ) -> None:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
@@ -116,10 +119,11 @@ class FlashBlocks:
                 *packed.keys_values(block),
                 *packed.sizes(q_BTHD.device),
                 0.0,
-                scale,
+                scores.scale,
                 causal=causal,
                 window_size_left=before,
                 window_size_right=after,
+                softcap=scores.softcap,
             )
             parts = zip(packed.of_queries(out_RHD), packed.of_queries(lse_HR.mT), strict=True)
             for (rectangle, out), (_, lse) in parts:
@@ -152,11 +156,11 @@ class FlashBlocks:
                 *grads,
                 *packed.sizes(q_RHD.device),
                 0.0,
-                saved.scale,
+                saved.scores.scale,
                 causal=causal,
                 window_size_left=before,
                 window_size_right=after,
-                softcap=0.0,
+                softcap=saved.scores.softcap,
                 alibi_slopes=None,
                 deterministic=True,
             )

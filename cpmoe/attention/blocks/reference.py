@@ -21,10 +21,11 @@ from cpmoe.attention.blocks.accumulators import (
 )
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.rectangles import Kind
+from cpmoe.attention.scores import Scores
 
 
 class ReferenceBlocks:
-    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
         return None if q_BTHD.is_floating_point() else f"{q_BTHD.dtype} is not a floating dtype"
 
     def forward(
@@ -33,13 +34,13 @@ class ReferenceBlocks:
         block: KeyValueBlock,
         reach: Reach,
         state: RunningSoftmax,
-        scale: float,
+        scores: Scores,
     ) -> None:
         dtype = accumulation_dtype(q_BTHD.dtype)
         for rectangle in reach.rectangles:
             k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
             q_BTGRD = _grouped(q_BTHD[query_rows(rectangle)].to(dtype), k_BUGD.shape[2])
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scale, rectangle.kind)
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scores, rectangle.kind)
             lse_BGRT = torch.logsumexp(scores_BGRTU, dim=-1)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             out_BTGRD = torch.einsum("bgrtu,bugd->btgrd", probs_BGRTU, v_BUGD)
@@ -62,10 +63,14 @@ class ReferenceBlocks:
             grad_out_BTGRD = _grouped(saved.grad_out_BTHD[rows].to(dtype), num_kv_heads)
             lse_BGRT = saved.lse_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
             delta_BGRT = saved.delta_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scale, rectangle.kind)
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scores, rectangle.kind)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             dprobs_BGRTU = torch.einsum("btgrd,bugd->bgrtu", grad_out_BTGRD, v_BUGD)
-            dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scale
+            dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scores.scale
+            if saved.scores.softcap:
+                # d tanh(x) = 1 − tanh(x)²; a hidden score is -inf and its probability 0.
+                slope_BGRTU = 1 - (scores_BGRTU / saved.scores.softcap).square()
+                dscores_BGRTU *= slope_BGRTU.masked_fill_(scores_BGRTU == -torch.inf, 0.0)
             dq.add(rectangle, torch.einsum("bgrtu,bugd->btgrd", dscores_BGRTU, k_BUGD).flatten(2, 3))
             dkv.add(
                 rectangle,
@@ -78,8 +83,10 @@ def _grouped(x_BTHD: Tensor, num_kv_heads: int) -> Tensor:
     return x_BTHD.unflatten(2, (num_kv_heads, -1))
 
 
-def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scale: float, kind: Kind) -> Tensor:
-    scores_BGRTU = torch.einsum("btgrd,bugd->bgrtu", q_BTGRD, k_BUGD) * scale
+def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scores: Scores, kind: Kind) -> Tensor:
+    scores_BGRTU = torch.einsum("btgrd,bugd->bgrtu", q_BTGRD, k_BUGD) * scores.scale
+    if scores.softcap:
+        scores_BGRTU = scores_BGRTU.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if kind != "full":
         all_TU = torch.ones(scores_BGRTU.shape[-2:], dtype=torch.bool, device=k_BUGD.device)
         hidden_TU = all_TU.triu(1) if kind == "causal" else all_TU.tril(-1)

@@ -26,6 +26,7 @@ from cpmoe.attention.blocks.accumulators import (
 )
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.rectangles import Rectangle
+from cpmoe.attention.scores import Scores
 
 FLASH_MAX_HEAD_DIM = 256
 FLASH_CAPABILITY = (8, 0)
@@ -43,7 +44,11 @@ class Kernel(NamedTuple):
 
 
 class SdpaBlocks:
-    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
+        if scores.softcap:
+            return "torch's kernels have no softcap"
+        if v_BTGD.shape[-1] != k_BTGD.shape[-1]:
+            return f"head size {v_BTGD.shape[-1]} of V must be {k_BTGD.shape[-1]}, that of K"
         dtype, device, head_dim = q_BTHD.dtype, q_BTHD.device.type, q_BTHD.shape[-1]
         if device not in ("cpu", "cuda"):
             return f"device {device} has no kernel that returns its logsumexp (cpu and cuda have)"
@@ -61,13 +66,13 @@ class SdpaBlocks:
         block: KeyValueBlock,
         reach: Reach,
         state: RunningSoftmax,
-        scale: float,
+        scores: Scores,
     ) -> None:
         kernel = _kernel(q_BTHD)
         for rectangle in _pieces(reach.rectangles, q_BTHD):
             k_BTGD, v_BTGD = (_rows_last(x) for x in block.keys_values(rectangle))
             q_rows_BTHD = _rows_last(q_BTHD[query_rows(rectangle)])
-            out_BTHD, lse_BTH = kernel.forward(q_rows_BTHD, k_BTGD, v_BTGD, rectangle.kind, scale)
+            out_BTHD, lse_BTH = kernel.forward(q_rows_BTHD, k_BTGD, v_BTGD, rectangle.kind, scores.scale)
             state.merge(rectangle, out_BTHD, lse_BTH)
 
     def backward(
@@ -90,7 +95,7 @@ class SdpaBlocks:
                 _rows_last(saved.out_BTHD[rows]),
                 saved.lse_BTH[rows],
                 rectangle.kind,
-                saved.scale,
+                saved.scores.scale,
             )
             dq.add(rectangle, dq_BTHD)
             dkv.add(rectangle, dk_BTGD, dv_BTGD)

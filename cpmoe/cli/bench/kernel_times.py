@@ -26,6 +26,7 @@ from cpmoe.attention.blocks import (
 )
 from cpmoe.attention.mask import Mask
 from cpmoe.attention.plan import AttentionPlan, build_plan
+from cpmoe.attention.scores import Scores
 from cpmoe.cli.bench.report import conditions, report
 
 LENGTHS = (2048, 8192, 32768)
@@ -101,22 +102,22 @@ def _tensors(num_tokens: int, head_dim: int) -> list[Tensor]:
 def _forward_of(
     blocks: BlockBackend, q: Tensor, hops: list[tuple[KeyValueBlock, Any]]
 ) -> tuple[Tensor, Tensor]:
-    state = RunningSoftmax(q)
+    state = RunningSoftmax(q, q.shape[-1])
     for block, reach in hops:
-        blocks.forward(q, block, reach, state, q.shape[-1] ** -0.5)
+        blocks.forward(q, block, reach, state, Scores(q.shape[-1] ** -0.5))
     out, lse = state.result()
     return out.to(q.dtype), lse
 
 
 def _blocks_passes(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, plan: AttentionPlan) -> list[Work]:
     """[forward, backward] of one rank's own hop, with all that a training step adds around the kernels."""
-    blocks = select_backend("triton", q, k)
+    blocks = select_backend("triton", q, k, v, Scores(q.shape[-1] ** -0.5))
     hops = [(KeyValueBlock(k, v, plan.all_tokens), plan.own.reach)]
     out, lse = _forward_of(blocks, q, hops)
 
     def backward() -> None:
-        dq, dkv = QueryGradient(q), KeyValueGradient(plan.all_tokens, 1, k)
-        blocks.backward(SavedForward(q, grad_out, out, lse, q.shape[-1] ** -0.5), *hops[0], dq, dkv)
+        dq, dkv = QueryGradient(q), KeyValueGradient(plan.all_tokens, k, v)
+        blocks.backward(SavedForward(q, grad_out, out, lse, Scores(q.shape[-1] ** -0.5)), *hops[0], dq, dkv)
         for x in (dq.result(), *dkv.result()):
             x.to(q.dtype)
 
@@ -173,7 +174,7 @@ def _ring_overhead() -> float:
     total = RING_SIZE * RING_TOKENS
     q, k, v, _ = _tensors(total, 128)
     documents_BS = torch.zeros(1, total, dtype=torch.long)
-    blocks = select_backend("triton", q, k)
+    blocks = select_backend("triton", q, k, v, Scores(q.shape[-1] ** -0.5))
     whole = build_plan(documents_BS, 1, 0)
     ranks = []
     for rank in range(RING_SIZE):

@@ -25,6 +25,7 @@ from cpmoe.attention.blocks.accumulators import (
 from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, architecture_of, max_width
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import spans_of_reach
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TritonBlocks:
 
     float32: Literal["ieee", "tf32"] = "ieee"
 
-    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor) -> str | None:
+    def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
         device = q_BTHD.device.type
@@ -55,14 +56,17 @@ class TritonBlocks:
         if q_BTHD.dtype not in DTYPES:
             return f"{q_BTHD.dtype} is not one of bfloat16, float16, float32"
         widest = max_width(architecture_of(q_BTHD.device), q_BTHD.dtype)
-        if q_BTHD.shape[-1] > widest:
-            return f"head size {q_BTHD.shape[-1]} is more than {widest}, the most for {q_BTHD.dtype}"
+        wider = max(q_BTHD.shape[-1], v_BTGD.shape[-1])
+        if wider > widest:
+            return f"head size {wider} is more than {widest}, the most for {q_BTHD.dtype}"
+        if scores.scale <= 0:
+            return f"scale {scores.scale} is not above 0"
         return None
 
     def forward(
-        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, state: RunningSoftmax, scale: float
+        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, state: RunningSoftmax, scores: Scores
     ) -> None:
-        self._problem(q_BTHD, block, reach, scale).forward(*state.storage()).run()
+        self._problem(q_BTHD, block, reach, scores).forward(*state.storage()).run()
 
     def backward(
         self,
@@ -79,20 +83,18 @@ class TritonBlocks:
             batch_size, num_queries, num_heads = lse_BTH.shape
             dq.rows = lse_BTH.new_empty(2, batch_size, num_heads, num_queries)
             query_rows(grad_out_BTHD, saved.out_BTHD, lse_BTH, dq.rows).run()
-        problem = self._problem(saved.q_BTHD, block, reach, saved.scale, grad_out_BTHD)
+        problem = self._problem(saved.q_BTHD, block, reach, saved.scores, grad_out_BTHD)
         problem.dq(grad_out_BTHD, dq.rows, *dq.storage()).run()
         places_U, covers_all = _places(block.tokens, dkv.tokens, lse_BTH.device)
         dk_BTGD, dv_BTGD, continues = dkv.storage(covers_all)
         problem.dkv(grad_out_BTHD, dq.rows, dk_BTGD, dv_BTGD, places_U, continues).run()
 
     def _problem(
-        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, scale: float, *others: Tensor
+        self, q_BTHD: Tensor, block: KeyValueBlock, reach: Reach, scores: Scores, *others: Tensor
     ) -> Problem:
         """For kernels that also load `others`."""
         from cpmoe.attention.blocks.triton.launch import Problem, fits_descriptor
 
-        if scale <= 0:
-            raise ValueError(f"scale = {scale}: must be above 0 for the triton backend")
         q_BTHD, k_BTGD, v_BTGD = (_rows_last(x) for x in (q_BTHD, block.k_BTGD, block.v_BTGD))
         architecture = architecture_of(q_BTHD.device)
         fits = fits_descriptor(q_BTHD, k_BTGD, v_BTGD, *others)
@@ -101,8 +103,7 @@ class TritonBlocks:
             k_BTGD,
             v_BTGD,
             spans_of_reach(reach, block.tokens),
-            scale,
-            softcap=0.0,
+            scores,
             precision=self.float32,
             architecture=architecture,
             descriptors=architecture in WITH_DESCRIPTORS and fits,

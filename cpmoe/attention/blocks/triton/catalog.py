@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, Architecture, KernelName
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ def launch_of(entry: Entry) -> Launch:
         input_(NUM_KV_HEADS, entry.size_qk),
         input_(NUM_KV_HEADS, entry.size_v),
         KeySpans(start, stop, NUM_TOKENS, start, start),
-        scale=entry.size_qk**-0.5,
-        softcap=30.0 if entry.softcap else 0.0,
+        Scores(entry.size_qk**-0.5, softcap=30.0 if entry.softcap else 0.0),
         precision=entry.precision,
         architecture=entry.architecture,
         descriptors=entry.architecture in WITH_DESCRIPTORS and entry.dtype != torch.float32,

@@ -18,6 +18,7 @@ from cpmoe.attention.blocks.triton.forward import forward_kernel
 from cpmoe.attention.blocks.triton.key_gradient import dkv_kernel
 from cpmoe.attention.blocks.triton.query_gradient import dq_kernel, rows_kernel
 from cpmoe.attention.blocks.triton.tiles import TileLists, bounds_tensor, tile_lists
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
 
 # Which query heads of one KV head share a tile: enough for the tiles of short documents to be full.
@@ -49,16 +50,15 @@ class Problem:
     """What all kernels of one hop share.
 
     q [B, T, H, D], k [B, U, G, D], v [B, U, G, Dv], last stride 1. `precision`: how float32 is multiplied,
-    ieee or tf32. `softcap`: scores become softcap · tanh(score / softcap); 0 for none. `descriptors`: loops
-    load through tensor descriptors (TMA); the tensors must fit (`fits_descriptor`).
+    ieee or tf32. `descriptors`: loops load through tensor descriptors (TMA); the tensors must fit
+    (`fits_descriptor`).
     """
 
     q_BTHD: Tensor
     k_BUGD: Tensor
     v_BUGD: Tensor
     spans: KeySpans
-    scale: float
-    softcap: float
+    scores: Scores
     precision: str
     architecture: Architecture
     descriptors: bool
@@ -134,7 +134,7 @@ class Problem:
     def _tiles(self, kernel: KernelName) -> Tiles:
         width = max(_width(self.q_BTHD), _width(self.v_BUGD))
         dtype = self.q_BTHD.dtype
-        has_softcap = self.softcap > 0
+        has_softcap = self.scores.softcap > 0
         return tiles_for(
             kernel, self.architecture, width, dtype, self.precision, self.descriptors, has_softcap
         )
@@ -187,8 +187,8 @@ class Problem:
             "num_heads": num_heads,
             "tiles_per_row": lists.tiles_per_row,
             "bounds_size": batch_size * num_queries,
-            "scale": self.scale,
-            "softcap": self.softcap,
+            "scale": self.scores.scale,
+            "softcap": self.scores.softcap,
         }
 
     def _constants(self, tiles: Tiles, continues: bool, pack: int | None = None) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Problem:
             "WIDTH_V": _width(self.v_BUGD),
             "CONTINUES": continues,
             "SINKS": self.spans.sink_start_BT is not None,
-            "SOFTCAP": self.softcap > 0,
+            "SOFTCAP": self.scores.softcap > 0,
             "PRECISION": self.precision,
             "DESCRIPTORS": self.descriptors,
             "UPCAST": self.architecture == "interpreter" and self.q_BTHD.dtype == torch.bfloat16,
