@@ -25,13 +25,14 @@ FULL_ATTENTION = {"full_attention": CAUSAL}
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """What one rank holds of a batch; all tensors int64 [B, T].
+    """What one rank holds of a batch; tensors int64, [B, T] where not said otherwise.
 
     tokens_BT     token ids; 0 on padding
     labels_BT     next token in the whole sequence, -100 where there is none
     positions_BT  RoPE position: the token's place in its document
     documents_BT  document ids; -1 on padding
-    index_T       place of each local token in the padded sequence, int64 [T]
+    index_T       place of each local token in the padded sequence [T]
+    sequences_B   number of each sequence in the data set [B]; with `index_T` it names a token on any layout
     plans         what this rank's attention computes and sends, for each kind of layer
     """
 
@@ -40,6 +41,7 @@ class SequenceShard:
     positions_BT: Tensor
     documents_BT: Tensor
     index_T: Tensor
+    sequences_B: Tensor
     plans: Mapping[str, AttentionPlan]
 
     @property
@@ -66,6 +68,7 @@ def shard_batch(
     masks: Mapping[str, Mask] = FULL_ATTENTION,
     ulysses_size: int = 1,
     slice_index: int | None = None,
+    sequences_B: Tensor | None = None,
 ) -> SequenceShard:
     """Pads whole sequences to the layout's grid and takes the tokens of rank `cp_rank`.
 
@@ -74,8 +77,8 @@ def shard_batch(
     ≥ 0, or -1 for padding; see `build_plan` for what they must satisfy. `masks` names the kinds of layers and
     what each sees. With `ulysses_size` u the layout deals to CP / u places, whose tokens u ranks share in
     order. `slice_index` chooses one causal slice of `num_slices`, whose plan has the keys of the earlier
-    ones too; None takes all in one. Raises ValueError for unequal shapes, an unknown layout or ill-formed
-    documents.
+    ones too; None takes all in one. `sequences_B` are the numbers of the sequences, 0, 1 … if None. Raises
+    ValueError for unequal shapes, an unknown layout or ill-formed documents.
     """
     shapes = {tuple(x.shape) for x in (tokens_BS, labels_BS, positions_BS, documents_BS)}
     if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
@@ -106,5 +109,6 @@ def shard_batch(
         positions_BT=padded(positions_BS, 0)[:, index_T],
         documents_BT=documents_BS[:, index_T],
         index_T=index_T,
+        sequences_B=torch.arange(len(tokens_BS)) if sequences_B is None else sequences_B,
         plans=plans,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from cpmoe.attention.mask import Mask
@@ -23,6 +24,7 @@ def shard_slices(
     slicing: str = "none",
     masks: Mapping[str, Mask] = FULL_ATTENTION,
     ulysses_size: int = 1,
+    sequences_B: Tensor | None = None,
 ) -> tuple[SequenceShard, ...]:
     """`shard_batch` of one slice, or of two.
 
@@ -33,17 +35,21 @@ def shard_slices(
     """
     assert slicing in SLICINGS, slicing
     fields = (tokens_BS, labels_BS, positions_BS, documents_BS)
+    sequences_B = torch.arange(len(tokens_BS)) if sequences_B is None else sequences_B
     if slicing == "causal":
         assert ulysses_size == 1, "the ranks of a Ulysses group hold the two slices in another order"
         return tuple(
-            shard_batch(*fields, cp_size, cp_rank, layout, 2, masks, slice_index=index) for index in range(2)
+            shard_batch(
+                *fields, cp_size, cp_rank, layout, 2, masks, slice_index=index, sequences_B=sequences_B
+            )
+            for index in range(2)
         )
     batch_size = tokens_BS.shape[0]
     half = (batch_size + 1) // 2 if slicing == "batch" else batch_size
     return tuple(
         shard_batch(
             tokens_BS[rows], labels_BS[rows], positions_BS[rows], documents_BS[rows],
-            cp_size, cp_rank, layout, 1, masks, ulysses_size,
+            cp_size, cp_rank, layout, 1, masks, ulysses_size, sequences_B=sequences_B[rows],
         )
         for rows in (slice(0, half), slice(half, batch_size))
         if rows.start < rows.stop

@@ -18,13 +18,15 @@ class SequenceBatch(NamedTuple):
     """Whole sequences, int64 [B, S] on the CPU.
 
     Labels are already shifted; they are -100 where a document ends and in padding. Positions count within
-    the document, documents within the sequence; padding is token 0, position 0, document -1.
+    the document, documents within the sequence; padding is token 0, position 0, document -1. `sequences_B`
+    [B] are the numbers of the sequences in the data set, which no two of a run share.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     positions_BS: torch.Tensor
     documents_BS: torch.Tensor
+    sequences_B: torch.Tensor
 
 
 class BatchStream:
@@ -104,7 +106,7 @@ class BatchStream:
         size, per_micro_step = self.micro_batch_size, self.dp_size * self.micro_batch_size
         first = cursor + self.dp_rank * size
         return [
-            _stack([self.dataset[i] for i in range(start, start + size)])
+            _stack([self.dataset[i] for i in range(start, start + size)], start)
             for start in range(first, first + self.accumulation * per_micro_step, per_micro_step)
         ]
 
@@ -121,8 +123,10 @@ def heldout_batches(
     padding = [padding_sequence(dataset.seq_len)] * (-len(dataset) % per_round)
     sequences = [*dataset, *padding]
     starts = range(dp_rank * micro_batch_size, len(sequences), per_round)
-    return [_stack(sequences[start : start + micro_batch_size]) for start in starts]
+    return [_stack(sequences[start : start + micro_batch_size], start) for start in starts]
 
 
-def _stack(sequences: list[PackedSequence]) -> SequenceBatch:
-    return SequenceBatch._make(torch.from_numpy(np.stack(field)) for field in zip(*sequences, strict=True))
+def _stack(sequences: list[PackedSequence], first: int) -> SequenceBatch:
+    """Sequences `first`, `first` + 1 … of the data set."""
+    fields = [torch.from_numpy(np.stack(field)) for field in zip(*sequences, strict=True)]
+    return SequenceBatch._make((*fields, torch.arange(first, first + len(sequences))))

@@ -198,13 +198,14 @@ class Trainer:
     def _shards(self, batch: SequenceBatch, slicing: str) -> tuple[SequenceShard, ...]:
         grid = self.groups.grid
         shards = shard_slices(
-            *batch,
+            *batch[:4],
             grid.context_parallel_size,
             grid.context_rank(self.rank),
             self.run.cpmoe.attention.layout,
             slicing,
             attention_masks(self.recipe.model),
             grid.ulysses_size,
+            batch.sequences_B,
         )
         return shards if self.device.type == "cpu" else tuple(map(self._moved, shards))
 

@@ -66,15 +66,20 @@ def test_every_token_is_in_one_slice_of_one_rank(slicing, batch_size):
     seq_len, cp_size = 21, 2
     tokens_BS = torch.arange(1, batch_size * seq_len + 1).view(batch_size, seq_len)
     fields = tokens_BS, tokens_BS, tokens_BS % seq_len, torch.zeros_like(tokens_BS)
-    found = []
+    found, names = [], []
     for rank in range(cp_size):
-        slices = shard_slices(*fields, cp_size, rank, slicing=slicing)
+        slices = shard_slices(
+            *fields, cp_size, rank, slicing=slicing, sequences_B=torch.arange(batch_size) + 7
+        )
         assert len(slices) == (1 if slicing == "none" or (slicing, batch_size) == ("batch", 1) else 2)
         assert [shard.follows for shard in slices] == [False, slicing == "causal"][: len(slices)]
         for shard in slices:
             real = shard.documents_BT >= 0
             assert torch.equal(shard.tokens_BT[real], shard.labels_BT[real])
             found += shard.tokens_BT[real].tolist()
+            named_BT = (shard.sequences_B[:, None] - 7) * seq_len + shard.index_T + 1
+            names += named_BT[real].tolist()
+    assert found == names, "sequence and place name a token"
     assert sorted(found) == tokens_BS.flatten().tolist()
 
 

@@ -50,7 +50,8 @@ def test_batches_are_the_next_sequences_of_the_data_set():
             assert isinstance(batch, SequenceBatch)
             first = step * 6 + g * 3
             rows = [expected[first + row] for row in range(3)]
-            for ours, theirs in zip(batch, zip(*rows, strict=True), strict=True):
+            assert batch.sequences_B.tolist() == [first, first + 1, first + 2]
+            for ours, theirs in zip(batch[:4], zip(*rows, strict=True), strict=True):
                 assert ours.dtype == torch.int64 and ours.shape == (3, SEQ_LEN)
                 np.testing.assert_array_equal(ours.numpy(), np.stack(theirs))
     stream.close()
@@ -155,6 +156,7 @@ def test_heldout_is_evaluated_once_on_any_number_of_ranks(num_sequences, dp_size
     ]
     assert len(rows) == num_sequences + -num_sequences % (dp_size * micro_batch_size)
     assert [row[0] for row in rows[:num_sequences]] == [s.tokens_S.tolist() for s in heldout]
-    for tokens, labels, positions, documents in rows[num_sequences:]:
+    assert [row[4] for row in rows] == list(range(len(rows)))
+    for tokens, labels, positions, documents, _ in rows[num_sequences:]:
         assert set(tokens) == {0} and set(labels) == {-100}
         assert set(positions) == {0} and set(documents) == {-1}
