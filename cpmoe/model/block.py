@@ -73,7 +73,7 @@ class DecoderBlock(nn.Module):
         self.kind = config.layer_types[index]
         self.is_sparse = index >= config.first_k_dense_replace
         self.mlp: nn.Module = (
-            MoELayer(config, groups, options.experts_backend)
+            MoELayer(config, groups, options.experts)
             if self.is_sparse
             else SwiGLU(config.hidden_size, config.intermediate_size)
         )
@@ -180,7 +180,7 @@ class DecoderBlock(nn.Module):
 
     def finish(self, state: SliceState) -> None:
         """Adds what the experts computed to the residual stream."""
-        state.x_BTM = state.x_BTM + self.moe.unpermute(state.sparse)
+        state.x_BTM = state.x_BTM + self.moe.finish(state.sparse)
         state.moe = None
 
     def _end_attention(self, state: SliceState) -> Tensor:

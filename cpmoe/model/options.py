@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cpmoe.config.deepspeed import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,7 @@ class ModelOptions:
     attention_strategy  ring | allgather
     attention_backend   auto | reference | sdpa | triton | triton_tf32
     attention_dkv_dtype float32 | bfloat16: what gradients of keys and values are sent in
-    experts_backend     auto | grouped_mm | loop
+    experts             how rows reach their experts, and what multiplies them
     coschedule_policy   serial | overlap: how the phases of two slices are ordered
     recompute           none | full: forget a block's activations and compute them again in backward
     loss_chunk_tokens   rows of logits that exist at once
@@ -21,7 +23,7 @@ class ModelOptions:
     attention_strategy: str = "ring"
     attention_backend: str = "auto"
     attention_dkv_dtype: str = "float32"
-    experts_backend: str = "auto"
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     coschedule_policy: str = "serial"
     recompute: str = "none"
     loss_chunk_tokens: int = 1024

@@ -12,21 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpmoe.config.deepspeed import ExpertsConfig
 from cpmoe.config.recipe import ModelConfig
-from cpmoe.moe.dispatch import (
-    CountExchange,
-    Permutation,
-    RowSplits,
-    permute,
-    regroup,
-    sort_by_expert,
-    ungroup,
-    unpermute,
-)
+from cpmoe.moe.alltoall import AllToAll
 from cpmoe.moe.experts import Experts
 from cpmoe.moe.replay import RoutingReplay
-from cpmoe.moe.router import Router, Routing, count_rows
-from cpmoe.parallel.collectives import PendingAllToAll, all_to_all_start, all_to_all_wait
+from cpmoe.moe.router import Router, count_rows
+from cpmoe.moe.transit import Choices, Dispatcher, Transit
 from cpmoe.parallel.groups import Groups
 
 
@@ -45,18 +37,12 @@ class MoEStats(NamedTuple):
 
 @dataclass
 class MoEState:
-    """One call of a layer (of one slice) between its phases. A phase takes what it needs and lets it go."""
+    """One call of a layer (of one slice) between its phases."""
 
     x_TM: Tensor
     shape: torch.Size
-    replay: RoutingReplay | None
-    routing: Routing
     stats: MoEStats
-    exchange: CountExchange | None = None
-    splits: RowSplits | None = None
-    permutation: Permutation | None = None
-    rows_RM: Tensor | None = None
-    pending: PendingAllToAll | None = None
+    transit: Transit
     shared_TM: Tensor | None = None
 
 
@@ -74,18 +60,19 @@ class SharedExpert(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Dropless top-k mixture of experts, experts split over `groups.expert`.
+    """Top-k mixture of experts, experts split over `groups.expert`.
 
     Rank r holds the experts expert_rank(r) · E/EP to (expert_rank(r) + 1) · E/EP - 1. Rows travel on
     `groups.expert`, counts on `groups.meta`; all ranks of both call the layer together, also with no
     token at all. The balance losses are not computed here: see `MoEStats` and balance.py.
 
-    Raises ValueError where the expert-parallel degree does not divide the experts, and for `experts_backend`
-    as `Experts` does.
+    Raises ValueError where the expert-parallel degree does not divide the experts, and for the backend as
+    `Experts` does.
     """
 
-    def __init__(self, config: ModelConfig, groups: Groups, experts_backend: str = "auto") -> None:
+    def __init__(self, config: ModelConfig, groups: Groups, options: ExpertsConfig | None = None) -> None:
         super().__init__()
+        options = options or ExpertsConfig()
         degree = groups.grid.expert_parallel_size
         if config.num_experts % degree:
             raise ValueError(
@@ -101,15 +88,15 @@ class MoELayer(nn.Module):
             config.hidden_size,
             config.moe_intermediate_size,
             config.initializer_range,
-            experts_backend,
+            options.backend,
         )
         self.shared_expert = (
             SharedExpert(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
             if config.n_shared_experts
             else None
         )
-        self.groups = groups
         self.num_experts = config.num_experts
+        self.dispatcher: Dispatcher = AllToAll(groups)
 
     def forward(
         self, x_BTM: Tensor, mask_BT: Tensor | None = None, replay: RoutingReplay | None = None
@@ -125,7 +112,7 @@ class MoELayer(nn.Module):
             self.combine_wait,
         ):
             phase(state)
-        return self.unpermute(state), state.stats
+        return self.finish(state), state.stats
 
     def route(self, x_BTM: Tensor, mask_BT: Tensor | None, replay: RoutingReplay | None) -> MoEState:
         """Chooses experts, and starts telling the ranks of `groups.meta` how many rows come.
@@ -139,27 +126,13 @@ class MoELayer(nn.Module):
             zsum=routing.logsumexp_T.square().sum(),
             counts_E=count_rows(routing.indices_TK, self.num_experts),
         )
-        state = MoEState(x_TM, x_BTM.shape, replay, routing, stats)
-        if replay is not None and replay.splits is not None:
-            state.splits = replay.splits
-        else:
-            state.exchange = CountExchange(stats.counts_E, self.groups.meta)
-        return state
+        choices = Choices(routing.indices_TK, routing.weights_TK, stats.counts_E)
+        transit = self.dispatcher.begin(x_TM, choices, replay)
+        return MoEState(x_TM, x_BTM.shape, stats, transit)
 
     def dispatch_start(self, state: MoEState) -> None:
-        """Copies tokens to rows sorted by expert, reads the counts, launches the rows on `groups.expert`."""
-        state.permutation = sort_by_expert(state.routing.indices_TK)
-        state.rows_RM = permute(state.x_TM, state.permutation)
-        if state.splits is None:
-            assert state.exchange is not None
-            state.splits = state.exchange.splits()
-            if state.replay is not None:
-                state.replay.splits = state.splits
-        num_rows = sum(state.splits.send)
-        if num_rows < len(state.rows_RM):
-            state.rows_RM = state.rows_RM[:num_rows]
-        if self.groups.expert is not None:
-            self._start(state, state.splits.send, state.splits.receive)
+        """Launches the tokens on their way to the experts."""
+        state.transit.dispatch_start()
 
     def run_shared_expert(self, state: MoEState) -> None:
         """The shared expert, if there is one: needs nothing of other ranks, so it hides a transfer."""
@@ -168,41 +141,23 @@ class MoELayer(nn.Module):
 
     def dispatch_wait(self, state: MoEState) -> None:
         """Waits for the rows of this rank's experts."""
-        if self.groups.expert is not None:
-            self._wait(state)
+        state.transit.dispatch_wait()
 
     def run_experts(self, state: MoEState) -> None:
-        """The experts of this rank on the rows that came, each expert's rows together."""
-        assert state.splits is not None and state.rows_RM is not None
-        blocks = state.splits.blocks
-        state.rows_RM = regroup(state.rows_RM, blocks)
-        state.rows_RM = ungroup(self.experts(state.rows_RM, state.splits), blocks)
+        """The experts of this rank on the rows that came."""
+        state.transit.run_experts(self.experts)
 
     def combine_start(self, state: MoEState) -> None:
-        """Launches the rows on their way back."""
-        if self.groups.expert is not None:
-            assert state.splits is not None
-            self._start(state, state.splits.receive, state.splits.send)
+        """Launches what the experts computed on its way back."""
+        state.transit.combine_start()
 
     def combine_wait(self, state: MoEState) -> None:
-        """Waits for the rows of this rank's tokens."""
-        if self.groups.expert is not None:
-            self._wait(state)
+        """Waits for what belongs to this rank's tokens."""
+        state.transit.combine_wait()
 
-    def unpermute(self, state: MoEState) -> Tensor:
-        """Weights and sums the rows of each token, adds the shared expert: [B, T, M]."""
-        assert state.rows_RM is not None and state.permutation is not None
-        y_TM = unpermute(state.rows_RM, state.routing.weights_TK, state.permutation)
+    def finish(self, state: MoEState) -> Tensor:
+        """Each token's weighted sum over its experts, and the shared expert: [B, T, M]."""
+        y_TM = state.transit.finish()
         if state.shared_TM is not None:
             y_TM = y_TM + state.shared_TM
         return y_TM.view(state.shape)
-
-    def _start(self, state: MoEState, send: list[int], receive: list[int]) -> None:
-        assert state.rows_RM is not None and self.groups.expert is not None
-        state.pending = all_to_all_start(state.rows_RM, send, receive, self.groups.expert)
-        state.rows_RM = None
-
-    def _wait(self, state: MoEState) -> None:
-        assert state.pending is not None
-        state.rows_RM = all_to_all_wait(state.pending)
-        state.pending = None

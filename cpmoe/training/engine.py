@@ -88,7 +88,7 @@ def build_model(run: RunConfig, groups: Groups) -> CausalLM:
             attention_strategy=run.cpmoe.attention.strategy,
             attention_backend=run.cpmoe.attention.backend,
             attention_dkv_dtype=run.cpmoe.attention.dkv_dtype,
-            experts_backend=run.cpmoe.experts.backend,
+            experts=run.cpmoe.experts,
             coschedule_policy=run.cpmoe.coschedule.policy,
             recompute=recipe.train.recompute,
             loss_chunk_tokens=recipe.train.loss_chunk_tokens,

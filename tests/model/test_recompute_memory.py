@@ -10,7 +10,7 @@ from cpmoe.attention.slicing import shard_slices
 from cpmoe.model.layers import Attention
 from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import CausalLM, LossScale, init_weights
-from cpmoe.moe.layer import MoELayer
+from cpmoe.moe.experts import Experts
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups
 from tests.numerics.cases import model_config
@@ -43,19 +43,18 @@ def _alive(refs: list[StorageWeakRef]) -> int:
 def test_what_recomputation_keeps(monkeypatch, slicing):
     keys: list[StorageWeakRef] = []
     inputs: list[StorageWeakRef] = []
-    project, run_experts = Attention.project, MoELayer.run_experts
+    project, experts = Attention.project, Experts.forward
 
     def seen_project(self, *args):
         q, k, v = project(self, *args)
         keys.extend(StorageWeakRef(x.untyped_storage()) for x in (k, v))
         return q, k, v
 
-    def seen_experts(self, state):
-        state.rows_RM = _Kept.apply(state.rows_RM, inputs)
-        run_experts(self, state)
+    def seen_experts(self, rows_RM, splits):
+        return experts(self, _Kept.apply(rows_RM, inputs), splits)
 
     monkeypatch.setattr(Attention, "project", seen_project)
-    monkeypatch.setattr(MoELayer, "run_experts", seen_experts)
+    monkeypatch.setattr(Experts, "forward", seen_experts)
     config = model_config("base", num_hidden_layers=LAYERS, first_k_dense_replace=0)
     options = ModelOptions(coschedule_policy="overlap", recompute="full", attention_backend="reference")
     model = CausalLM(config, Groups(RankGrid(1, 1, 1), 0), options)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cpmoe.config.deepspeed import ExpertsConfig
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.moe.balance import router_z_loss, switch_aux_loss
 from cpmoe.moe.experts import init_experts
@@ -87,7 +88,7 @@ def model_config(**fields: Any) -> ModelConfig:
 
 def build_layer(case: Case, groups: Groups) -> MoELayer:
     """The same weights for every layout; `favourites` get a score that no other expert can reach."""
-    layer = MoELayer(case.config, groups, case.backend)
+    layer = MoELayer(case.config, groups, ExpertsConfig(backend=case.backend))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

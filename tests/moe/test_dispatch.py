@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmoe.moe.dispatch import CountExchange, permute, regroup, sort_by_expert, ungroup, unpermute
+from cpmoe.moe.dispatch import CountExchange
+from cpmoe.moe.permute import permute, regroup, sort_by_expert, ungroup, unpermute
 from tests.distributed import run_distributed
 
 HIDDEN = 3

@@ -114,7 +114,7 @@ def test_a_replayed_call_exchanges_no_counts_and_recomputes_probabilities():
     indices, splits = replay.indices_TK, replay.splits
     moved = x * 1.5
     state = layer.route(moved, mask, replay)
-    assert state.exchange is None and state.splits is splits
+    assert state.transit.exchange is None and state.transit.splits is splits
     second, again = layer(moved, mask, replay)
     assert replay.indices_TK is indices and replay.splits is splits
     assert torch.equal(again.counts_E, stats.counts_E)

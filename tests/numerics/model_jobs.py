@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.attention.slicing import shard_slices
+from cpmoe.config.deepspeed import ExpertsConfig
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.model.masks import attention_masks
 from cpmoe.model.options import ModelOptions
@@ -142,7 +143,7 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
     options = ModelOptions(
         attention_strategy=job.strategy,
         attention_backend=job.attention,
-        experts_backend=job.experts,
+        experts=ExpertsConfig(backend=job.experts),
         coschedule_policy=job.policy,
         recompute=job.recompute,
         loss_chunk_tokens=job.loss_chunk_tokens,
