@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("spawn")
+# Forked from one process that has imported what takes seconds, so that a new worker takes none.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.worker_imports"])
 _workers: list[_Worker] = []
 
 
