@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 
-from cpmoe.config.deepspeed import CpmoeConfig, DeepSpeedConfig
+from cpmoe.config.deepspeed import ATTENTION_BACKENDS, CpmoeConfig, DeepSpeedConfig
 from cpmoe.config.errors import Problem, divisors, join_numbers, unknown_key
 from cpmoe.config.recipe import Recipe
 
@@ -25,6 +25,8 @@ OPTIMIZER_PARAMS = {
     "adamw": ("lr", "betas", "eps", "weight_decay"),
     "sgd": ("lr", "momentum", "weight_decay"),
 }
+# What attention backends lack that do not compute every model.
+LACKING = {"sdpa": ("attn_logit_softcapping", "v_head_dim"), "flash": ("v_head_dim",)}
 MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
@@ -60,6 +62,20 @@ def check_ulysses(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
         legal = join_numbers(divisors(math.gcd(cp, heads)))
         constraint = f"must divide context_parallel_size {cp} and model.num_attention_heads {heads}"
         yield Problem("cpmoe.attention.ulysses_size", constraint, size, legal)
+
+
+def check_scores(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
+    """A backend chosen by name computes the scores of this model."""
+    model, backend = recipe.model, cpmoe.attention.backend
+    wanted = {
+        "attn_logit_softcapping": model.attn_logit_softcapping is not None,
+        "v_head_dim": model.v_head_dim != model.head_dim,
+    }
+    for name, is_wanted in wanted.items():
+        able = [other for other in ATTENTION_BACKENDS if name not in LACKING.get(other, ())]
+        if is_wanted and backend not in able:
+            constraint = f"does not compute model.{name} {getattr(model, name)}"
+            yield Problem("cpmoe.attention.backend", constraint, backend, ", ".join(able))
 
 
 def check_sequence(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ modules it imports; a test compares). Keys that DeepSpeed reads and cpmoe refuse
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -26,10 +26,14 @@ from cpmoe.config.types import (
 AXES = ("ep", "cp", "dp")
 
 
+AttentionBackend = Literal["auto", "reference", "sdpa", "triton", "triton_tf32", "flash"]
+ATTENTION_BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
+
+
 class AttentionConfig(Block):
     """How attention over the sharded sequence is computed."""
 
-    backend: Literal["auto", "reference", "sdpa", "triton", "triton_tf32", "flash"] = "auto"
+    backend: AttentionBackend = "auto"
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     strategy: Literal["ring", "allgather"] = "ring"
     dkv_dtype: Literal["float32", "bfloat16"] = "float32"

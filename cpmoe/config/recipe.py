@@ -36,6 +36,10 @@ class ModelConfig(Block):
     num_attention_heads: Count
     num_key_value_heads: Count = Field(default_factory=lambda data: data.get("num_attention_heads"))
     head_dim: Count = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
+    v_head_dim: Count = Field(default_factory=lambda data: data.get("head_dim"))
+    """Size of the heads of values, and so of the output; that of queries and keys where not given."""
+    attn_logit_softcapping: Positive | None = None
+    """Attention scores s become c * tanh(s / c), as in Gemma 2."""
     sliding_window: Count | None = None
     """Keys that a query of a sliding_attention layer sees, itself included."""
     layer_types: Annotated[

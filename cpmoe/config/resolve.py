@@ -143,6 +143,7 @@ def resolve(
     problems = [
         *checks.check_grid(cpmoe, recipe, world_size),
         *checks.check_ulysses(cpmoe, recipe),
+        *checks.check_scores(cpmoe, recipe),
         *checks.check_sequence(cpmoe, recipe),
         *checks.check_experts(config, recipe),
         *checks.check_zero(config),

@@ -12,11 +12,11 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     causality, and a sliding window is counted, which sink tokens are not; nor are document boundaries and
     recomputation (the usual definition of MFU, Chowdhery et al., 2022, appendix B, with the causal half).
     """
-    hidden, head_dim = config.hidden_size, config.head_dim
+    hidden, sizes = config.hidden_size, config.head_dim + config.v_head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    projections = hidden * sizes * (heads + kv_heads)
     keys = sum(_mean_keys(seq_len, config.sliding_window, kind) for kind in config.layer_types)
-    attention = 2 * heads * head_dim * keys
+    attention = heads * sizes * keys
     dense = 3 * hidden * config.intermediate_size
     expert = 3 * hidden * config.moe_intermediate_size
     sparse = hidden * config.num_experts + expert * (config.num_experts_per_tok + config.n_shared_experts)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpmoe.attention.plan import AttentionPlan
+from cpmoe.attention.scores import Scores
 from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.parallel.groups import Groups
@@ -65,15 +66,15 @@ class Attention(nn.Module):
         self, config: ModelConfig, groups: Groups, strategy: str, backend: str, dkv_dtype: str
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        width = config.num_attention_heads * self.head_dim
-        kv_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.head_dim, self.v_head_dim = config.head_dim, config.v_head_dim
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+        self.scores = Scores(self.head_dim**-0.5, config.attn_logit_softcapping or 0.0)
         self.groups = groups
         self.strategy = strategy
         self.backend = backend
@@ -84,13 +85,13 @@ class Attention(nn.Module):
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
         q_BTHD = rotate(self.q_norm(self.q_proj(x_BTM).view(heads)), rotary)
         k_BTGD = rotate(self.k_norm(self.k_proj(x_BTM).view(heads)), rotary)
-        return q_BTHD, k_BTGD, self.v_proj(x_BTM).view(heads)
+        return q_BTHD, k_BTGD, self.v_proj(x_BTM).view(*heads[:-1], self.v_head_dim)
 
     def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, plan: AttentionPlan) -> Tensor:
         """[B, T, H, D]: KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
         on = self.groups.ring, self.groups.ring_grad, self.groups.ulysses
         return sharded_attention(
-            q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend, dkv_dtype=self.dkv_dtype
+            q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend, self.scores, self.dkv_dtype
         )
 
     def output(self, out_BTHD: Tensor) -> Tensor:

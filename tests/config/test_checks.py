@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from cpmoe.config.checks import check_grid, shard_chunks
+from cpmoe.config.checks import LACKING, check_grid, shard_chunks
 from cpmoe.config.deepspeed import AttentionConfig, CpmoeConfig
 from cpmoe.config.recipe import Recipe
 from cpmoe.config.validation import parse
@@ -74,6 +74,48 @@ def test_the_grid_is_refused_exactly_where_it_can_not_be_built(order):
 )
 def test_sizes_that_do_not_fit_each_other(files, overrides, message):
     assert files.refused(overrides=overrides) == [f"command line: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend", "message"),
+    [
+        (["model.attn_logit_softcapping=30.0"], "sdpa", "model.attn_logit_softcapping 30.0; legal: "),
+        (["model.v_head_dim=8"], "sdpa", "model.v_head_dim 8; legal: "),
+        (["model.v_head_dim=8"], "flash", "model.v_head_dim 8; legal: "),
+    ],
+)
+def test_scores_that_a_backend_does_not_compute(files, overrides, backend, message):
+    (line,) = files.refused(overrides=[*overrides, f"cpmoe.attention.backend={backend}"])
+    assert line.startswith(
+        f'command line: cpmoe.attention.backend = "{backend}": does not compute {message}auto, reference, '
+    )
+    assert files.load(overrides=[*overrides, "cpmoe.attention.backend=triton"])
+
+
+def test_what_backends_lack_is_what_they_refuse(monkeypatch):
+    """Of inputs that each would take otherwise: on a GPU that all of them support."""
+    import torch
+
+    from cpmoe.attention.blocks import _BACKENDS, flash
+    from cpmoe.attention.blocks.triton import backend as triton
+    from cpmoe.attention.scores import Scores
+
+    monkeypatch.setattr(flash, "_missing", lambda: None)
+    monkeypatch.setattr(triton, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    plain = Scores(0.125)
+    asked = {
+        "attn_logit_softcapping": (q, Scores(0.125, softcap=30.0)),
+        "v_head_dim": (q[..., :32], plain),
+    }
+    for name, blocks in _BACKENDS.items():
+        assert blocks.unsupported(q, q, q, plain) is None, name
+        refused = {field for field, (v, scores) in asked.items() if blocks.unsupported(q, q, v, scores)}
+        assert refused == set(LACKING.get(name, ())), name
 
 
 def test_the_shortest_sequence_and_one_that_needs_padding_are_legal(files):

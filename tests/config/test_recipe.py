@@ -12,7 +12,7 @@ from tests.config.support import RECIPE, Files
 
 def test_defaults_follow_other_fields():
     model = parse(ModelConfig, {**RECIPE["model"], "num_attention_heads": 2})
-    assert model.head_dim == 32
+    assert model.head_dim == model.v_head_dim == 32
     without = {key: value for key, value in RECIPE["model"].items() if key != "num_key_value_heads"}
     assert parse(ModelConfig, without).num_key_value_heads == 4
 

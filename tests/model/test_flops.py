@@ -12,7 +12,7 @@ def test_counts_what_torch_counts():
     config = ModelConfig(
         vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        first_k_dense_replace=1, n_shared_experts=1,
+        first_k_dense_replace=1, n_shared_experts=1, v_head_dim=6,
     )  # fmt: skip
     tokens, hidden = 64, config.hidden_size
 
@@ -22,10 +22,10 @@ def test_counts_what_torch_counts():
     with FlopCounterMode(display=False) as counter:
         x = torch.randn(tokens, hidden)
         for layer in range(3):
-            q, k, v = linear(x, 32), linear(x, 16), linear(x, 16)
-            linear(q, hidden)
+            q, k, v = linear(x, 32), linear(x, 16), linear(x, 12)
+            linear(q[:, :24], hidden)
             scores = torch.bmm(q.view(4, tokens, 8), k.repeat(1, 2).view(4, 8, tokens))
-            torch.bmm(scores, v.repeat(1, 2).view(4, tokens, 8))
+            torch.bmm(scores, v.repeat(1, 2).view(4, tokens, 6))
             widths = [48] if layer == 0 else [16, 16, 16]
             for width in widths:
                 gate, _ = linear(x, width), linear(x, width)
@@ -33,7 +33,7 @@ def test_counts_what_torch_counts():
             if layer:
                 linear(x, 4)
         linear(x, 96)
-    causal_half = 3 * 2 * 2 * tokens * tokens * 32 / 2
+    causal_half = 3 * 2 * tokens * tokens * (32 + 24) / 2
     assert flops_per_token(config, tokens) * tokens == 3 * (counter.get_total_flops() - causal_half)
 
 

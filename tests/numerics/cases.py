@@ -61,12 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ("sliding_attention", "full_attention"),
         "num_sink_tokens": 2,
     },
+    "bent": {"first_k_dense_replace": 0, "attn_logit_softcapping": 1.5, "v_head_dim": 6},
 }
 
 
 def model_config(variant: str, **changes: Any) -> ModelConfig:
     """A tiny model: base (first layer dense), tied (every layer MoE, 8 experts top-3), top1 (one KV head),
-    sliding (a window and sinks in one of two layers)."""
+    sliding (a window and sinks in one of two layers), bent (a softcap, smaller heads of values)."""
     return ModelConfig(**{**_BASE, **MODELS[variant], **changes})
 
 
@@ -114,10 +115,10 @@ def full_weights(config: ModelConfig, seed: int, routing: str = "random") -> dic
             if config.use_qk_norm:
                 weights[f"{layer}.self_attn.{name}_norm.weight"] = scale(config.head_dim)
         weights[f"{layer}.self_attn.v_proj.weight"] = matrix(
-            config.num_key_value_heads * config.head_dim, hidden
+            config.num_key_value_heads * config.v_head_dim, hidden
         )
         weights[f"{layer}.self_attn.o_proj.weight"] = matrix(
-            hidden, config.num_attention_heads * config.head_dim
+            hidden, config.num_attention_heads * config.v_head_dim
         )
         weights[f"{layer}.post_attention_layernorm.weight"] = scale(hidden)
         if index < config.first_k_dense_replace:
@@ -209,6 +210,9 @@ CASES: dict[str, Case] = {
     "sliding": Case("sliding", _PACKED),
     "top1": Case("top1", [[32], [31, 1], [1, 31], [16, 16]], labels="uneven"),
 }
+# Outside the grids: not every backend computes them.
+CASES_OF_SCORES: dict[str, Case] = {"bent": Case("bent", _PACKED)}
+_ALL = CASES | CASES_OF_SCORES
 # Chosen for routes that float32 rounding can not flip (test_cases.py holds the margin).
 SEEDS = {
     "whole": 160,
@@ -222,20 +226,21 @@ SEEDS = {
     "crowded": 295,
     "sliding": 2,
     "top1": 105,
+    "bent": 0,
 }
 
 
 def case_config(name: str) -> ModelConfig:
-    return model_config(CASES[name].model)
+    return model_config(_ALL[name].model)
 
 
 def case_weights(name: str) -> dict[str, Tensor]:
-    return full_weights(case_config(name), SEEDS[name], CASES[name].routing)
+    return full_weights(case_config(name), SEEDS[name], _ALL[name].routing)
 
 
 def case_step(name: str, num_micro_steps: int, step: int = 0) -> list[Batch]:
     """Global micro-batches of optimizer step `step`; rows rotate, so that each rank meets each kind."""
-    case = CASES[name]
+    case = _ALL[name]
     builder = CaseBuilder(case_config(name).vocab_size, seed=1000 * SEEDS[name] + step)
     batches = []
     for micro in range(num_micro_steps):

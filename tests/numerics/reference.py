@@ -60,11 +60,10 @@ def _rotate(x_BSHD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
 
 def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch: Batch, kind: str) -> Tensor:
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = weights["q_proj.weight"].shape[0] // num_heads
     batch_size, seq_len, _ = x_BSM.shape
 
     def heads(name: str, count: int) -> Tensor:
-        return (x_BSM @ weights[f"{name}.weight"].T).view(batch_size, seq_len, count, head_dim)
+        return (x_BSM @ weights[f"{name}.weight"].T).view(batch_size, seq_len, count, -1)
 
     q_BSHD, k_BSGD, v_BSGD = (
         heads("q_proj", num_heads),
@@ -88,7 +87,10 @@ def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch:
     outputs = []
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
-        scores_BSS = q_BSHD[:, :, head] @ k_BSGD[:, :, kv_head].transpose(1, 2) / math.sqrt(head_dim)
+        scores_BSS = q_BSHD[:, :, head] @ k_BSGD[:, :, kv_head].transpose(1, 2) / math.sqrt(q_BSHD.shape[-1])
+        if config.attn_logit_softcapping:
+            cap = config.attn_logit_softcapping
+            scores_BSS = cap * torch.tanh(scores_BSS / cap)
         # A padding row sees nothing: it is computed as if it saw everything, then set to 0.
         scores_BSS = scores_BSS.masked_fill(~seen_BSS & seen_BSS.any(-1, keepdim=True), -math.inf)
         probs_BSS = scores_BSS.softmax(-1) * seen_BSS.any(-1, keepdim=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.numerics.cases import CASES, NUM_ROWS, case_config, case_step, case_weights, data_rows, num_labels
+from tests.numerics.cases import (
+    CASES,
+    CASES_OF_SCORES,
+    NUM_ROWS,
+    case_config,
+    case_step,
+    case_weights,
+    data_rows,
+    num_labels,
+)
 from tests.numerics.reference import IGNORED, PADDING, Batch, StepResult, forward_logits, reference_step
 
 
@@ -14,7 +23,7 @@ def _reference(name: str, num_micro_steps: int = 1) -> StepResult:
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *CASES_OF_SCORES])
 def test_no_route_is_a_near_tie(name: str, num_micro_steps: int) -> None:
     """Router logits are a few units and float32 leaves them about 1e-6 off: 1e-3 can not flip."""
     assert _reference(name, num_micro_steps).margin > 1e-3
