@@ -26,7 +26,7 @@ from cpmoe.attention.blocks import (
 from cpmoe.attention.inputs import check_inputs, wire_dtype
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.scores import Scores
-from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.transport import transport
 
 
 def allgather_attention(
@@ -61,9 +61,7 @@ def _gather(own: KeyValueBlock, group: ProcessGroup | None) -> Tensor:
         return packed[None]
     size = dist.get_world_size(group)
     gathered = packed.new_empty((size, *packed.shape))
-    work = dist.all_gather(list(gathered.unbind()), packed, group=group, async_op=True)
-    comm_clock.wait(work, gathered.device)
-    return gathered
+    return transport.all_gather(gathered, packed, group).wait()
 
 
 def _send_home(parts: Tensor, group: ProcessGroup | None, wire: torch.dtype) -> Tensor:
@@ -71,9 +69,7 @@ def _send_home(parts: Tensor, group: ProcessGroup | None, wire: torch.dtype) -> 
     if group is None:
         return parts[0]
     dtype, parts = parts.dtype, parts.to(wire)
-    received = torch.empty_like(parts)
-    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
-    comm_clock.wait(work, received.device)
+    received = transport.all_to_all(torch.empty_like(parts), parts, group).wait()
     return received.sum(dim=0, dtype=dtype)
 
 

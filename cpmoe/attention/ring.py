@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -28,7 +27,7 @@ from cpmoe.attention.blocks import (
 from cpmoe.attention.inputs import check_inputs, wire_dtype
 from cpmoe.attention.plan import AttentionPlan, Transfer
 from cpmoe.attention.scores import Scores
-from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.transport import transport
 
 
 def ring_attention(
@@ -70,24 +69,12 @@ class _Exchange:
     def __init__(self, transfer: Transfer, sent: Tensor, group: ProcessGroup) -> None:
         size = sent.numel() // transfer.send.wire_tokens * transfer.receive.wire_tokens
         self.tokens = transfer.receive
-        # Both sides of a transfer must outlive it.
-        self._sent = sent
-        self._received = sent.new_empty(size)
-        to_rank = dist.get_global_rank(group, transfer.to_rank)
-        from_rank = dist.get_global_rank(group, transfer.from_rank)
-        # The receive first: gloo asks for the peer's rows on the connection that our own rows would fill,
-        # and a ring of two would then use its link one way at a time.
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.irecv, self._received, from_rank, group),
-                dist.P2POp(dist.isend, self._sent, to_rank, group),
-            ]
+        self._flight = transport.exchange(
+            sent.new_empty(size), sent, transfer.from_rank, transfer.to_rank, group
         )
 
     def wait(self) -> Tensor:
-        for work in self._works:
-            comm_clock.wait(work, self._received.device)
-        return self._received
+        return self._flight.wait()
 
 
 class _RingAttention(torch.autograd.Function):

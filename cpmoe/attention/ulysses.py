@@ -23,7 +23,7 @@ from cpmoe.attention.allgather import allgather_attention
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.ring import ring_attention
 from cpmoe.attention.scores import Scores
-from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.transport import transport
 
 STRATEGIES: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "allgather": allgather_attention}
 
@@ -94,7 +94,4 @@ def _gather_heads(x_BTHD: Tensor, group: ProcessGroup) -> Tensor:
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     """parts[j] goes to rank j, which puts it at the place of the sender."""
     parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
-    comm_clock.wait(work, received.device)
-    return received
+    return transport.all_to_all(torch.empty_like(parts), parts, group).wait()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from cpmoe.coschedule.schedule import Phase
+from cpmoe.parallel.progress import progress
 
 
 class Observer(Protocol):
@@ -23,5 +24,7 @@ def execute(
 ) -> None:
     """Calls blocks[phase.layer].<phase.kind>(slices[phase.slice]) for every phase, in order."""
     for phase in phases:
+        progress.enter(phase)
         with nullcontext() if observer is None else observer(phase):
             getattr(blocks[phase.layer], phase.kind)(slices[phase.slice])
+    progress.leave()

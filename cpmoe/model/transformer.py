@@ -28,6 +28,7 @@ from cpmoe.moe.balance import router_z_loss, switch_aux_loss
 from cpmoe.moe.experts import init_experts
 from cpmoe.moe.layer import MoELayer, MoEStats
 from cpmoe.parallel.groups import Groups
+from cpmoe.parallel.progress import progress
 
 
 class LossScale(NamedTuple):
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
 
         Also the statistics of every slice, for each sparse layer.
         """
+        progress.begin_forward()
         x_TM = self.embed_tokens(flat([shard.tokens_BT for shard in slices]))
         states = self._states(slices, x_TM)
         xs = [state.x_BTM for state in states]

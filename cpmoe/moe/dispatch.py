@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.transport import InFlight, transport
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,23 @@ class CountExchange:
         self._ranks = 1 if meta is None else meta.size()
         self._sent_E = counts_E.contiguous()
         self._received_E = self._sent_E
-        self._work: dist.Work | None = None
+        self._flight: InFlight | None = None
         if meta is not None:
             self._received_E = torch.empty_like(self._sent_E)
-            self._work = dist.all_to_all_single(self._received_E, self._sent_E, group=meta, async_op=True)
+            self._flight = transport.all_to_all(self._received_E, self._sent_E, meta)
         if counts_E.is_cuda:
             self._start_copy_to_host()
 
     def splits(self) -> RowSplits:
         """Waits until the counts are on the host."""
         if self._sent_E.is_cuda:
+            transport.waiting = self._flight
             self._copied.synchronize()
+            transport.waiting = None
             sent, received = self._host.tolist()
         else:
-            if self._work is not None:
-                comm_clock.wait(self._work, self._received_E.device)
+            if self._flight is not None:
+                self._flight.wait()
             sent, received = self._sent_E.tolist(), self._received_E.tolist()
         width = len(sent) // self._ranks
         blocks = [received[start : start + width] for start in range(0, len(received), width)]
@@ -77,8 +78,8 @@ class CountExchange:
         stream = _copy_stream(self._sent_E.device)
         stream.wait_stream(torch.cuda.current_stream(self._sent_E.device))
         with torch.cuda.stream(stream):
-            if self._work is not None:
-                self._work.wait()
+            if self._flight is not None:
+                self._flight.wait(measured=False)
             self._host = torch.empty((2, self._sent_E.numel()), dtype=torch.int64, pin_memory=True)
             self._host[0].copy_(self._sent_E, non_blocking=True)
             self._host[1].copy_(self._received_E, non_blocking=True)

@@ -11,11 +11,10 @@ Shape letters: R rows.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.transport import InFlight, transport
 
 
 class PendingAllToAll:
@@ -29,27 +28,19 @@ class PendingAllToAll:
         self.input_splits = input_splits
         self.output_splits = output_splits
         self.group = group
-        self._work: dist.Work | None = None
-        # Both sides of a transfer must outlive it.
-        self._sent: Tensor | None = None
-        self._received: Tensor | None = None
+        self._flight: InFlight | None = None
 
     def launch(self, rows: Tensor, *, transposed: bool) -> None:
         send, receive = self.input_splits, self.output_splits
         if transposed:
             send, receive = receive, send
-        self._sent = rows.contiguous()
-        self._received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, receive, send, group=self.group, async_op=True
-        )
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self._flight = transport.all_to_all(received, rows.contiguous(), self.group, receive, send)
 
     def wait(self) -> Tensor:
-        assert self._work is not None and self._received is not None, "waited for twice, or never launched"
-        comm_clock.wait(self._work, self._received.device)
-        received = self._received
-        self._work = self._sent = self._received = None
-        return received
+        flight, self._flight = self._flight, None
+        assert flight is not None, "waited for twice, or never launched"
+        return flight.wait()
 
 
 class _AllToAllStart(torch.autograd.Function):

@@ -67,7 +67,8 @@ def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = No
             if len(ranks) == 1:
                 continue
             # Every rank calls new_group for every list, its own or not: the calls are collective.
-            group = dist.new_group(ranks, pg_options=_nccl_options((options or {}).get(kind)))
+            pg_options = _nccl_options((options or {}).get(kind))
+            group = dist.new_group(ranks, pg_options=pg_options, group_desc=kind)
             if rank in ranks:
                 mine[kind] = group
     return Groups(grid=grid, rank=rank, **mine)

@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from cpmoe.attention import ring
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.cli.bench.memory import PeakBytes
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import CausalLM, LossScale, init_weights
-from cpmoe.moe import dispatch
-from cpmoe.parallel import collectives
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import create_groups
+from cpmoe.parallel.transport import Wire, transport
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512,
@@ -41,71 +39,59 @@ MODEL: dict[str, Any] = {
 POLICIES = {"serial": "none", "overlap": "auto"}
 
 
-class Wire:
-    """Counts the bytes that this rank sends to others, or lets nothing travel.
-
-    Without transfers what would be received is zeros of the same shape, and token counts are those that
-    an earlier step with transfers exchanged; the computation is the same.
-    """
+class CountingWire(Wire):
+    """Counts the bytes that this rank sends to others, and keeps the token counts that it receives."""
 
     def __init__(self) -> None:
         self.sent = 0
-        self._splits: list[dispatch.RowSplits] = []
+        self.counts: list[Tensor] = []
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        launch, exchange, splits = (
-            collectives.PendingAllToAll.launch,
-            ring._Exchange.__init__,
-            dispatch.CountExchange.splits,
-        )
-        self._splits = []
+    def exchange(
+        self, received: Tensor, sent: Tensor, from_rank: int, to_rank: int, group: ProcessGroup
+    ) -> list[dist.Work]:
+        self.sent += sent.nbytes
+        return super().exchange(received, sent, from_rank, to_rank, group)
 
-        def counting_launch(pending: Any, rows: Tensor, *, transposed: bool) -> None:
-            counts = pending.output_splits if transposed else pending.input_splits
-            away = sum(counts) - counts[dist.get_rank(pending.group)]
-            self.sent += away * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
-            launch(pending, rows, transposed=transposed)
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        group: ProcessGroup,
+        receive_splits: list[int] | None,
+        send_splits: list[int] | None,
+    ) -> list[dist.Work]:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        own = sent.shape[0] // size if send_splits is None else send_splits[rank]
+        self.sent += sent.nbytes - sent[:own].nbytes
+        if group.group_desc == "meta":
+            self.counts.append(received)
+        return super().all_to_all(received, sent, group, receive_splits, send_splits)
 
-        def counting_exchange(transfer: Any, hop: Any, sent: Tensor, group: Any) -> None:
-            self.sent += sent.nbytes
-            exchange(transfer, hop, sent, group)
 
-        def kept_splits(counts: Any) -> dispatch.RowSplits:
-            self._splits.append(splits(counts))
-            return self._splits[-1]
+class SilentWire(Wire):
+    """Lets nothing travel: what would be received is zeros, but token counts are `counts`, in order."""
 
-        with (
-            mock.patch.object(collectives.PendingAllToAll, "launch", counting_launch),
-            mock.patch.object(ring._Exchange, "__init__", counting_exchange),
-            mock.patch.object(dispatch.CountExchange, "splits", kept_splits),
-        ):
-            yield
+    def __init__(self, counts: list[Tensor]) -> None:
+        self._counts = iter(counts)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        left = iter(self._splits)
+    def exchange(self, received: Tensor, *_: Any) -> list[dist.Work]:
+        received.zero_()
+        return []
 
-        def launch(pending: Any, rows: Tensor, *, transposed: bool) -> None:
-            arriving = sum(pending.input_splits if transposed else pending.output_splits)
-            pending._received = rows.new_zeros(arriving, *rows.shape[1:])
+    def all_to_all(self, received: Tensor, sent: Tensor, group: ProcessGroup, *_: Any) -> list[dist.Work]:
+        if group.group_desc == "meta":
+            received.copy_(next(self._counts))
+        else:
+            received.zero_()
+        return []
 
-        def wait(pending: Any) -> Tensor:
-            received, pending._received = pending._received, None
-            return received
 
-        def exchange(transfer: Any, hop: Any, sent: Tensor, group: Any) -> None:
-            transfer.tokens, transfer._works = hop.receive, []
-            transfer._received = sent.new_zeros(*sent.shape[:2], hop.receive.wire_tokens, *sent.shape[3:])
-
-        with (
-            mock.patch.object(collectives.PendingAllToAll, "launch", launch),
-            mock.patch.object(collectives.PendingAllToAll, "wait", wait),
-            mock.patch.object(ring._Exchange, "__init__", exchange),
-            mock.patch.object(dispatch.CountExchange, "__init__", lambda *_: None),
-            mock.patch.object(dispatch.CountExchange, "splits", lambda _: next(left)),
-        ):
-            yield
+@contextmanager
+def over(wire: Wire) -> Iterator[None]:
+    """Transfers go over `wire` meanwhile."""
+    before, transport.wire = transport.wire, wire
+    yield
+    transport.wire = before
 
 
 def main() -> None:
@@ -123,19 +109,19 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     step = _stepper(scenario["seq_len"], scenario["batch"])
-    wire = Wire()
-    with wire.counted():
+    counted = CountingWire()
+    with over(counted):
         step("serial")
     turns = {"compute": "serial", "serial": "serial", "overlap": "overlap"}
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for turn in range(1 + scenario["rounds"]):
         for name, policy in turns.items():
-            with wire.silent() if name == "compute" else _as_it_is():
+            with over(SilentWire(counted.counts) if name == "compute" else Wire()):
                 elapsed = _timed(step, policy)
             if turn:
                 seconds[name].append(elapsed)
     peaks = {policy: _largest(_peak(step, policy)) for policy in POLICIES}
-    result = {"seconds": seconds, "bytes": _largest(wire.sent), "peak_bytes": peaks}
+    result = {"seconds": seconds, "bytes": _largest(counted.sent), "peak_bytes": peaks}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(result))
     dist.barrier()
@@ -163,11 +149,6 @@ def _stepper(seq_len: int, batch: int) -> Callable[[str], None]:
         model(slices[policy], scale).loss.backward()
 
     return step
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _timed(step: Callable[[str], None], policy: str) -> float:
