@@ -160,6 +160,8 @@ class TrainingEngine:
         if trace is not None:
             trace.watch_backward(output.loss)
         self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)
+        if trace is not None:
+            trace.end()
         self.micro_steps_left -= 1
         if self.micro_steps_left:
             self.deepspeed.step()

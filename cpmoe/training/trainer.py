@@ -15,6 +15,7 @@ from cpmoe.attention.sharding import IGNORED_LABEL, SequenceShard
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.checkpoint.local import find_checkpoints, load_checkpoint, save_checkpoint, step_of
 from cpmoe.config.resolve import RunConfig
+from cpmoe.coschedule.trace import PhaseTrace
 from cpmoe.data.loader import BatchStream, SequenceBatch, heldout_batches
 from cpmoe.data.packing import HeldoutDataset, PackedDataset
 from cpmoe.data.store import PreparedData
@@ -31,7 +32,7 @@ from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_for
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
 from cpmoe.training.run_folder import claim_folder, write_run_files
 from cpmoe.training.stop import StopRequest
-from cpmoe.training.tracing import StepTrace, write_trace
+from cpmoe.training.tracing import gather_trace, start_trace, write_trace
 
 
 class Trainer:
@@ -224,7 +225,7 @@ class Trainer:
         data_seconds = time.perf_counter() - start
         scale = self._loss_scale(micro_batches)
         lr = self.engine.lr
-        trace = StepTrace() if self.step + 1 in self.recipe.train.trace_steps else None
+        trace = start_trace(self.device) if self.step + 1 in self.recipe.train.trace_steps else None
         outputs = [self.engine.micro_step(slices, scale, trace) for slices in micro_batches]
         sums = self._reduce(outputs, scale)
         self._check_finite(sums, micro_batches, scale)
@@ -266,8 +267,8 @@ class Trainer:
         every = self.recipe.train.log_every
         self.writer.step(metrics, show=self.step % every == 0 or self.step in (1, self.recipe.train.steps))
 
-    def _write_trace(self, trace: StepTrace) -> None:
-        ranks = trace.gather()
+    def _write_trace(self, trace: PhaseTrace) -> None:
+        ranks = gather_trace(trace)
         if self.writer is not None:
             title = f"step {self.step}, policy {self.run.cpmoe.coschedule.policy}, slices {self.run.slicing}"
             self.writer.trace(self.step, write_trace(self.folder, self.step, ranks, title))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpmoe.attention.slicing import shard_slices
-from cpmoe.coschedule.trace import PhaseTrace
+from cpmoe.coschedule.trace import PhaseTrace, RankTrace, TransferSpan
 from cpmoe.model.options import ModelOptions
 from cpmoe.model.transformer import CausalLM, LossScale, init_weights
 from cpmoe.parallel.grid import RankGrid
@@ -18,8 +18,8 @@ SEQ_LEN = 32
 Event = tuple[str, int, int]
 
 
-def traced(rank: int, world: int, policy: str, slicing: str) -> tuple[list[Event], list[Event], list[Event]]:
-    """(schedule, forward, backward) of one micro-step, each as (kind, layer, slice)."""
+def traced(rank: int, world: int, policy: str, slicing: str) -> tuple[list[Event], RankTrace]:
+    """The schedule of a micro-step as (kind, layer, slice), and the step's trace."""
     groups = create_groups(RankGrid(world, world, world))
     config = model_config("base", num_hidden_layers=3)
     model = CausalLM(config, groups, ModelOptions(coschedule_policy=policy))
@@ -35,20 +35,37 @@ def traced(rank: int, world: int, policy: str, slicing: str) -> tuple[list[Event
     loss = model(slices, LossScale(tokens_BS.numel(), tokens_BS.numel(), 1)).loss
     trace.watch_backward(loss)
     loss.backward()
-    schedule = [(p.kind, p.layer, p.slice) for p in model.model.schedule(len(slices))]
-    forward, backward = (
-        [(s.kind, s.layer, s.slice) for s in trace.spans if s.is_backward == direction]
-        for direction in (False, True)
+    trace.end()
+    return [(p.kind, p.layer, p.slice) for p in model.model.schedule(len(slices))], trace.result()
+
+
+def _computes_meanwhile(transfer: TransferSpan, trace: RankTrace) -> bool:
+    """Whether the other slice attended or ran experts between the launch and the wait."""
+    return any(
+        span.slice != transfer.slice
+        and span.kind in ("attend", "experts")
+        and transfer.start <= span.start <= span.stop <= transfer.wait
+        for span in trace.phases
     )
-    for span in trace.spans:
-        assert span.start <= span.stop, span
-    return schedule, forward, backward
 
 
 @pytest.mark.parametrize(
     ("policy", "slicing"), [("serial", "none"), ("overlap", "batch"), ("overlap", "causal")]
 )
 def test_backward_runs_in_exactly_the_reverse_order(policy, slicing):
-    for schedule, forward, backward in run_distributed(traced, 2, policy, slicing):
+    for schedule, trace in run_distributed(traced, 2, policy, slicing):
+        forward, backward = (
+            [(s.kind, s.layer, s.slice) for s in trace.phases if s.is_backward == direction]
+            for direction in (False, True)
+        )
         assert forward == schedule
         assert backward == forward[::-1]
+        assert all(0 <= span.start <= span.stop for span in trace.phases)
+        assert all(0 <= t.start <= t.wait <= t.stop and t.num_bytes > 0 for t in trace.transfers)
+        found = {(t.group, t.is_backward) for t in trace.transfers}
+        both = {(group, direction) for group in ("ring", "expert") for direction in (False, True)}
+        assert both | {("ring_grad", True), ("meta", False)} >= found >= both - {("ring", True)}
+        hidden = [_computes_meanwhile(t, trace) for t in trace.transfers if t.group == "expert"]
+        assert len(hidden) == 2 * 2 * 2 * (1 if slicing == "none" else 2)
+        # Under overlap all but the last combine, in forward and in backward the last dispatch.
+        assert sum(hidden) == (0 if policy == "serial" else len(hidden) - 2)
