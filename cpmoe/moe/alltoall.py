@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cpmoe.moe.dispatch import CountExchange, RowSplits
-from cpmoe.moe.permute import Permutation, permute, regroup, sort_by_expert, ungroup, unpermute
+from cpmoe.moe.permute import Permutation, permute, sort_by_expert, unpermute
 from cpmoe.moe.replay import RoutingReplay
 from cpmoe.moe.transit import Choices, ComputeExperts
 from cpmoe.parallel.collectives import PendingAllToAll, all_to_all_start, all_to_all_wait
@@ -56,9 +56,7 @@ class RowTransit:
 
     def run_experts(self, experts: ComputeExperts) -> None:
         assert self.splits is not None and self._rows_RM is not None
-        blocks = self.splits.blocks
-        self._rows_RM = regroup(self._rows_RM, blocks)
-        self._rows_RM = ungroup(experts(self._rows_RM, self.splits), blocks)
+        self._rows_RM = experts(self._rows_RM, self.splits)
 
     def combine_start(self) -> None:
         assert self.splits is not None

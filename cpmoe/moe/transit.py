@@ -13,7 +13,7 @@ from torch import Tensor
 from cpmoe.moe.dispatch import RowSplits
 from cpmoe.moe.replay import RoutingReplay
 
-# rows [R, M] sorted by expert, and how many each has → [R, M]
+# rows [R, M] as `blocks` of the splits says that they lie, by rank, then expert → [R, M] likewise
 ComputeExperts = Callable[[Tensor, RowSplits], Tensor]
 
 
@@ -44,7 +44,7 @@ class Transit(Protocol):
         """Waits for what this rank's experts compute."""
 
     def run_experts(self, experts: ComputeExperts) -> None:
-        """The experts of this rank on the rows that came, each expert's rows together."""
+        """The experts of this rank on the rows that came."""
 
     def combine_start(self) -> None:
         """Launches what the experts computed on its way back."""

@@ -22,8 +22,7 @@ HIDDEN, WIDTH = 8, 12
 AUX, Z = 0.7, 0.3
 NAMES = {
     "router": "router.weight",
-    "gate": "experts.gate_proj",
-    "up": "experts.up_proj",
+    "gate_up": "experts.gate_up_proj",
     "down": "experts.down_proj",
     "shared_gate": "shared_expert.gate_proj.weight",
     "shared_up": "shared_expert.up_proj.weight",
@@ -156,6 +155,7 @@ def join_weights(results: list[dict[str, Any]], kind: str, case: Case) -> dict[s
 def reference_of(case: Case, weights: dict[str, Tensor]) -> dict[str, Any]:
     """The twin on one process with all tokens, float64; results in the layout of `run_case`, by rank."""
     weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    gate, up = weights["gate_up"].chunk(2, dim=1)
     inputs = [
         tuple(t[0].double() if t.is_floating_point() else t[0] for t in case.inputs(r))
         for r in range(case.world)
@@ -163,7 +163,9 @@ def reference_of(case: Case, weights: dict[str, Tensor]) -> dict[str, Any]:
     xs = [x.requires_grad_() for x, _, _ in inputs]
     tokens = torch.cat([x[mask] for x, mask, _ in inputs])
     cotangent = torch.cat([c[mask] for _, mask, c in inputs])
-    y, probs, logsumexp, counts = reference.moe(tokens, weights, case.k, case.normalize)
+    y, probs, logsumexp, counts = reference.moe(
+        tokens, {**weights, "gate": gate, "up": up}, case.k, case.normalize
+    )
     aux = reference.aux_loss(probs, counts, case.k)
     z = logsumexp.square().mean()
     ((y * cotangent).sum() + AUX * aux + Z * z).backward()

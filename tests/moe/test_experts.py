@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from cpmoe.moe.backends import BACKENDS, LoopBackend, select_backend
-from cpmoe.moe.dispatch import RowSplits
-from cpmoe.moe.experts import Experts, init_experts
-from tests.moe.reference import swiglu
+from cpmoe.moe import backends
+from cpmoe.moe.backends import BACKENDS, select_backend
+from cpmoe.moe.backends.loop import LoopBackend
+from cpmoe.moe.experts import Experts, init_experts, projections
+from tests.moe.expert_cases import HIDDEN, expected, make, naive, results, splits
 from tests.moe.runs import relative_error
 
-HIDDEN, WIDTH = 16, 24
-COUNTS = {
-    "balanced": [4, 4, 4],
-    "first, middle and last idle": [0, 5, 0, 7, 0],
-    "one has all": [0, 0, 9],
-    "one row": [1],
-    "no row": [0, 0],
+BLOCKS = {
+    "balanced": [[4, 4, 4]],
+    "first, middle and last idle": [[0, 5, 0, 7, 0]],
+    "one has all": [[0, 0, 9]],
+    "one row": [[1]],
+    "no row": [[0, 0]],
+    "from two ranks": [[3, 0, 2], [1, 0, 6]],
+    "from three ranks, one of which sends nothing": [[0, 2], [0, 0], [5, 1]],
+    "no row from two ranks": [[0, 0], [0, 0]],
+}
+LIMITS = {
+    torch.float64: (1e-12, 1e-10),
+    torch.float32: (1e-6, 1e-5),
 }
 
 
@@ -30,84 +39,46 @@ def _fresh_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def splits(counts: list[int]) -> RowSplits:
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    return RowSplits(send=[sum(counts)], blocks=[counts], counts=counts, offsets_E=offsets)
-
-
-def make(counts: list[int], backend: str, dtype: torch.dtype) -> tuple[Experts, torch.Tensor, torch.Tensor]:
-    experts = Experts(len(counts), 0, HIDDEN, WIDTH, 0.5, backend)
-    init_experts(experts, seed=1, name="experts")
-    generator = torch.Generator().manual_seed(2)
-    x, cotangent = torch.randn(2, sum(counts), HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    return experts.to(dtype), x.requires_grad_(), cotangent
-
-
-def results(counts: list[int], backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    experts, x, cotangent = make(counts, backend, dtype)
-    y = experts(x, splits(counts))
-    y.backward(cotangent)
-    assert x.grad is not None
-    grads = [p.grad for p in experts.parameters()]
-    assert all(g is not None for g in grads)
-    return [y.detach(), x.grad, *grads]
-
-
-def expected(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """In float64 from the values that `dtype` holds."""
-    experts, x, cotangent = make(counts, "loop", dtype)
-    x = x.detach().double().requires_grad_()
-    gate, up, down = weights = [p.detach().double().requires_grad_() for p in experts.parameters()]
-    outputs = [swiglu(rows, gate[e], up[e], down[e]) for e, rows in enumerate(x.split(counts))]
-    y = torch.cat(outputs)
-    grads = torch.autograd.grad(y, [x, *weights], cotangent.double(), allow_unused=True)
-    return [
-        y.detach(),
-        *(torch.zeros_like(v) if g is None else g for g, v in zip(grads, [x, *weights], strict=True)),
-    ]
-
-
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize(
-    ("backend", "dtype", "forward", "gradient"),
-    [
-        ("loop", torch.float64, 1e-12, 1e-10),
-        ("loop", torch.float32, 1e-6, 1e-5),
-        ("grouped_mm", torch.float32, 1e-6, 1e-5),
-    ],
+    ("backend", "dtype"),
+    [("loop", torch.float64), ("loop", torch.float32), ("grouped_mm", torch.float32)],
 )
-def test_matches_products_per_expert(counts, backend, dtype, forward, gradient):
-    y, *grads = results(counts, backend, dtype)
-    y_expected, *grads_expected = expected(counts, dtype)
+def test_matches_products_per_expert(blocks, backend, dtype):
+    y, *grads = results(blocks, backend, dtype)
+    y_expected, *grads_expected = expected(blocks, dtype)
+    forward, gradient = LIMITS[dtype]
     assert relative_error(y, y_expected) <= forward
     for grad, grad_expected in zip(grads, grads_expected, strict=True):
         assert grad.dtype == dtype and grad.shape == grad_expected.shape
         assert relative_error(grad, grad_expected) <= gradient
 
 
-def test_loop_in_pieces_matches(monkeypatch):
+@pytest.mark.parametrize("block_rows", [0, 1000], ids=["as they arrived", "by expert"])
+@pytest.mark.parametrize("blocks", [[[7, 0, 3, 4]], [[7, 0, 3, 4], [0, 0, 2, 8], [1, 0, 0, 5]]])
+def test_loop_in_pieces_matches(monkeypatch, blocks, block_rows):
     monkeypatch.setattr(LoopBackend, "piece_rows", 3)
-    counts = [7, 0, 3, 4]
+    monkeypatch.setattr(LoopBackend, "block_rows", block_rows)
     for value, value_expected in zip(
-        results(counts, "loop", torch.float64), expected(counts, torch.float64), strict=True
+        results(blocks, "loop", torch.float64), expected(blocks, torch.float64), strict=True
     ):
         assert relative_error(value, value_expected) <= 1e-12
 
 
+def test_loop_copies_small_blocks_together_and_leaves_large_ones():
+    rows = LoopBackend.block_rows
+    x, loop = torch.empty(3 * rows, 1), LoopBackend()
+    assert loop.takes_blocks(x, [[rows, 0], [0, 2 * rows]])
+    assert not loop.takes_blocks(x, [[rows - 1, 1], [rows, rows]])
+    assert not loop.takes_blocks(x.to("meta"), [[rows, 0], [0, 2 * rows]])
+
+
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
 def test_bfloat16_is_no_worse_than_twice_a_plain_bfloat16_swiglu(backend):
-    counts = [6, 0, 11]
-    exact = expected(counts, torch.bfloat16)
-    experts, x, cotangent = make(counts, "loop", torch.bfloat16)
-    plain = torch.cat(
-        [
-            torch.nn.functional.linear(torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T), down)
-            for rows, gate, up, down in zip(x.split(counts), *experts.parameters(), strict=True)
-        ]
-    )
-    naive = [plain, *torch.autograd.grad(plain, [x, *experts.parameters()], cotangent)]
+    blocks = [[6, 0, 11]]
+    exact, plain = expected(blocks, torch.bfloat16), naive(blocks, torch.bfloat16)
     for value, value_naive, value_exact in zip(
-        results(counts, backend, torch.bfloat16), naive, exact, strict=True
+        results(blocks, backend, torch.bfloat16), plain, exact, strict=True
     ):
         assert relative_error(value, value_exact) <= 2 * relative_error(value_naive, value_exact)
 
@@ -119,9 +90,9 @@ def test_every_backend_is_tested():
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
 def test_parameters_freed_and_refilled_between_forward_and_backward(backend):
     """What ZeRO-3 does: it swaps `param.data`, so backward must read the parameter and keep no view of it."""
-    counts = [4, 0, 5]
-    experts, x, cotangent = make(counts, backend, torch.float32)
-    y = experts(x, splits(counts))
+    blocks = [[4, 0, 5]]
+    experts, x, cotangent = make(blocks, backend, torch.float32)
+    y = experts(x, splits(blocks))
     kept = [p.data.clone() for p in experts.parameters()]
     for parameter in experts.parameters():
         parameter.data.fill_(float("nan"))
@@ -129,8 +100,22 @@ def test_parameters_freed_and_refilled_between_forward_and_backward(backend):
     for parameter, values in zip(experts.parameters(), kept, strict=True):
         parameter.data = values
     grads = torch.autograd.grad(y, [x, *experts.parameters()], cotangent)
-    _, *undisturbed = results(counts, backend, torch.float32)
+    _, *undisturbed = results(blocks, backend, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(grads, undisturbed, strict=True))
+
+
+def test_projections_are_contiguous_views():
+    experts = Experts(2, 0, HIDDEN, 24, 0.5, "loop")
+    init_experts(experts, 0, "experts")
+    for name, parameter in experts.named_parameters():
+        views = dict(projections(name, parameter.detach()[1]))
+        assert all(view.is_contiguous() for view in views.values())
+        assert torch.equal(torch.cat(list(views.values())), parameter[1])
+        for view in views.values():
+            view.zero_()
+        assert torch.count_nonzero(parameter[1]) == 0
+    gate, up = dict(projections("gate_up_proj", experts.gate_up_proj[0])).items()
+    assert (gate[0], up[0]) == ("gate_proj", "up_proj") and gate[1].shape == up[1].shape == (24, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -162,4 +147,16 @@ def test_auto_takes_the_first_that_can(device, dtype, hidden, chosen):
 
 def test_an_unknown_backend_is_refused_when_the_layer_is_built():
     with pytest.raises(ValueError, match=r"backend = 'fast'"):
-        Experts(2, 0, HIDDEN, WIDTH, 0.02, "fast")
+        Experts(2, 0, HIDDEN, 24, 0.02, "fast")
+
+
+def test_the_choice_of_auto_and_its_reason_are_logged_once(caplog):
+    backends._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="cpmoe.moe.backends"):
+        for _ in range(2):
+            select_backend("auto", torch.float32, torch.device("cpu"), 16, 16)
+            select_backend("auto", torch.float64, torch.device("cuda"), 16, 16)
+    assert [record.message for record in caplog.records] == [
+        "experts.backend auto is loop (the first choice on cpu)",
+        "experts.backend auto is loop (grouped_mm computes torch.float32, torch.bfloat16 only)",
+    ]

@@ -126,7 +126,10 @@ def full_weights(config: ModelConfig, seed: int, routing: str = "random") -> dic
             continue
         weights[f"{layer}.mlp.router.weight"] = routers[index]
         width = config.moe_intermediate_size
-        _add_swiglu(weights, f"{layer}.mlp.experts.", "", (experts,), hidden, width, matrix)
+        prefix = f"{layer}.mlp.experts."
+        _add_swiglu(weights, prefix, "", (experts,), hidden, width, matrix)
+        gate_up = [weights.pop(f"{prefix}{name}_proj") for name in ("gate", "up")]
+        weights[f"{prefix}gate_up_proj"] = torch.cat(gate_up, dim=1)
         if config.n_shared_experts:
             width *= config.n_shared_experts
             _add_swiglu(weights, f"{layer}.mlp.shared_expert.", ".weight", (), hidden, width, matrix)

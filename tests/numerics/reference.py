@@ -127,7 +127,8 @@ def _experts(
     for expert in range(num_experts):
         chosen_P = (order_PE[:, :top_k] == expert).any(-1) & real_P
         counts.append(chosen_P.sum())
-        out_PM = _swiglu(x_PM, *(weights[f"experts.{name}_proj"][expert] for name in ("gate", "up", "down")))
+        gate_IM, up_IM = weights["experts.gate_up_proj"][expert].chunk(2)
+        out_PM = _swiglu(x_PM, gate_IM, up_IM, weights["experts.down_proj"][expert])
         y_PM = y_PM + (chosen_P * probs_PE[:, expert] * scale_P)[:, None] * out_PM
     if config.n_shared_experts:
         y_PM = y_PM + _swiglu(

@@ -55,9 +55,6 @@ def _qwen(config: ModelConfig, weights: dict[str, Tensor]) -> Qwen3MoeForCausalL
     for name in list(state):
         if name.endswith("router.weight"):
             state[name.replace("router", "gate")] = state.pop(name)
-        elif name.endswith("experts.gate_proj"):
-            up = state.pop(name.replace("gate_proj", "up_proj"))
-            state[name.replace("gate_proj", "gate_up_proj")] = torch.cat([state.pop(name), up], dim=1)
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return model
@@ -68,10 +65,6 @@ def _qwen_grads(model: Qwen3MoeForCausalLM) -> dict[str, Tensor]:
     for name in list(grads):
         if name.endswith("mlp.gate.weight"):
             grads[name.replace("gate.", "router.")] = grads.pop(name)
-        elif name.endswith("gate_up_proj"):
-            gate, up = grads.pop(name).chunk(2, dim=1)
-            grads[name.replace("gate_up_proj", "gate_proj")] = gate
-            grads[name.replace("gate_up_proj", "up_proj")] = up
     return grads
 
 

@@ -29,7 +29,7 @@ WRONG = [
     (Job(Layout(2, 2, 1), "packed", fault="local_positions"), KEYS),
     (Job(Layout(2, 2, 1), "packed", fault="late_shift"), KEYS),
     (Job(Layout(2, 2, 1), "packed", sharding="contiguous", fault="late_shift"), KEYS),
-    (Job(Layout(4, 2, 2), "packed", fault="experts_over_world"), "model.layers.1.mlp.experts.up_proj"),
+    (Job(Layout(4, 2, 2), "packed", fault="experts_over_world"), "model.layers.1.mlp.experts.down_proj"),
 ]
 
 

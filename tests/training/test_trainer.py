@@ -122,7 +122,7 @@ def _spoil(rank: int, world_size: int, out: Path, where: str):
     def spoiled_step():
         if trainer.step == 1 and rank == 1:
             if where == "weight":
-                experts.up_proj.data[0, 0, 0] = float("nan")
+                experts.gate_up_proj.data[0, 0, 0] = float("nan")
             else:
                 experts.register_forward_hook(_overflow_in_backward)
         step()
@@ -140,7 +140,7 @@ def _spoil(rank: int, world_size: int, out: Path, where: str):
 @pytest.mark.parametrize(
     ("where", "what", "name"),
     [
-        ("weight", "the loss", "rank 1: model.layers.1.mlp.experts.up_proj"),
+        ("weight", "the loss", "rank 1: model.layers.1.mlp.experts.gate_up_proj"),
         ("gradient", "the gradient", "rank 1: model.layers.1.mlp.experts."),
     ],
 )
