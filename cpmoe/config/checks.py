@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from cpmoe.config.deepspeed import ATTENTION_BACKENDS, CpmoeConfig, DeepSpeedConfig
@@ -94,6 +95,36 @@ def shard_chunks(cpmoe: CpmoeConfig) -> int:
     cp, ring = cpmoe.context_parallel_size, cpmoe.context_parallel_size // cpmoe.attention.ulysses_size
     per_rank = {"zigzag": 2, "balanced": 8}.get(cpmoe.attention.layout, 1)
     return math.lcm(per_rank * ring if ring > 1 else 1, cp)
+
+
+def check_nodes(cpmoe: CpmoeConfig, world_size: int) -> Iterator[Problem]:
+    """Hierarchical dispatch: every expert group has equally many ranks on each node that it touches."""
+    dispatcher, size = cpmoe.experts.dispatcher, cpmoe.experts.ranks_per_node
+    path = "cpmoe.experts.ranks_per_node"
+    if size is None and dispatcher == "hierarchical":
+        yield Problem("cpmoe.experts.dispatcher", f"needs {path}", dispatcher, "alltoall, dedup, or give it")
+    elif size is not None and dispatcher != "hierarchical":
+        yield Problem(path, "is for dispatcher hierarchical alone", size, "none, or that dispatcher")
+    elif size is not None and world_size % cpmoe.expert_parallel_size == 0:
+        legal_sizes = [n for n in range(1, world_size + 1) if _fit_nodes(cpmoe, world_size, n)]
+        if size not in legal_sizes:
+            constraint = (
+                f"nodes must divide the world size {world_size} and have equal parts of every expert group "
+                f"(expert_parallel_size {cpmoe.expert_parallel_size})"
+            )
+            yield Problem(path, constraint, size, join_numbers(legal_sizes))
+
+
+def _fit_nodes(cpmoe: CpmoeConfig, world_size: int, ranks_per_node: int) -> bool:
+    ep, cp = cpmoe.expert_parallel_size, cpmoe.context_parallel_size
+    inner = {"ep": 1, "cp": cp, "dp": world_size // cp}[cpmoe.rank_order[0]]
+    stride = world_size // ep if cpmoe.rank_order[2] == "ep" else inner
+    if world_size % ranks_per_node:
+        return False
+    parts = Counter(
+        (rank // (stride * ep), rank % stride, rank // ranks_per_node) for rank in range(world_size)
+    )
+    return len(set(parts.values())) == 1
 
 
 def check_experts(config: DeepSpeedConfig, recipe: Recipe) -> Iterator[Problem]:

@@ -44,9 +44,16 @@ class AttentionConfig(Block):
 
 
 class ExpertsConfig(Block):
-    """How a rank's experts multiply."""
+    """How tokens reach their experts, and how those multiply.
+
+    dispatcher  alltoall: a row for each token and expert; dedup: one for each token and rank of its experts;
+                hierarchical: the same in two steps, first one for each token and node
+    """
 
     backend: Literal["auto", "grouped_mm", "loop"] = "auto"
+    dispatcher: Literal["alltoall", "dedup", "hierarchical"] = "alltoall"
+    ranks_per_node: Count | None = None
+    """Consecutive ranks on one node: where hierarchical dispatch parts."""
 
 
 class CoscheduleConfig(Block):
@@ -80,6 +87,8 @@ class CommunicationConfig(Block):
     replica: GroupOptions = GroupOptions()
     world: GroupOptions = GroupOptions()
     ulysses: GroupOptions = GroupOptions()
+    expert_across: GroupOptions = GroupOptions()
+    expert_within: GroupOptions = GroupOptions()
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Options given per group kind, as `create_groups` takes them."""

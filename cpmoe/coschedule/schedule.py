@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     needs     kinds of the same slice and layer
     starts    group on which it launches a transfer that a later phase waits for
     waits     kind of the phase whose transfer it waits for
-    within    groups on which it communicates to the end by itself
+    within    groups on which it may communicate to the end by itself (those of hierarchical dispatch, say)
     computes  whether it uses parameters of its layer, which are there in that layer's block only
     """
 
@@ -40,9 +40,11 @@ KINDS = {
     "route": Kind(needs=("attend",), starts="meta"),
     "dispatch_start": Kind(needs=("route",), starts="expert", waits="route", computes=False),
     "shared": Kind(needs=("route",)),
-    "dispatch_wait": Kind(needs=("dispatch_start",), waits="dispatch_start", computes=False),
+    "dispatch_wait": Kind(
+        needs=("dispatch_start",), waits="dispatch_start", within=("expert_within",), computes=False
+    ),
     "experts": Kind(needs=("dispatch_wait",)),
-    "combine_start": Kind(needs=("experts",), starts="expert", computes=False),
+    "combine_start": Kind(needs=("experts",), starts="expert", within=("expert_within",), computes=False),
     "combine_wait": Kind(needs=("combine_start",), waits="combine_start", computes=False),
     "finish": Kind(needs=("combine_wait", "shared"), computes=False),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cpmoe.moe.dispatch import CountExchange, RowSplits
+from cpmoe.moe.dispatch import CallCounts, RowSplits
 from cpmoe.moe.permute import Permutation, permute, sort_by_expert, unpermute
 from cpmoe.moe.replay import RoutingReplay
 from cpmoe.moe.transit import Choices, ComputeExperts
@@ -18,25 +18,26 @@ from cpmoe.parallel.groups import Groups
 class AllToAll:
     """Rows travel on `groups.expert`, counts on `groups.meta`; the sum over a token's rows is at home."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, num_experts: int) -> None:
         self.groups = groups
+        self.num_experts = num_experts
 
     def begin(self, x_TM: Tensor, choices: Choices, replay: RoutingReplay | None) -> RowTransit:
-        return RowTransit(self.groups, x_TM, choices, replay)
+        return RowTransit(self, x_TM, choices, replay)
 
 
 class RowTransit:
     """A `Transit`: each phase takes what it needs and lets it go."""
 
-    def __init__(self, groups: Groups, x_TM: Tensor, choices: Choices, replay: RoutingReplay | None) -> None:
-        self.group = groups.expert
+    def __init__(
+        self, dispatcher: AllToAll, x_TM: Tensor, choices: Choices, replay: RoutingReplay | None
+    ) -> None:
+        self.group = dispatcher.groups.expert
+        self.num_experts = dispatcher.num_experts
         self.choices = choices
-        self.replay = replay
-        self.splits = None if replay is None else replay.splits
-        self.exchange: CountExchange | None = None
-        if self.splits is None:
-            self.exchange = CountExchange(choices.counts_E, groups.meta)
+        self.counts = CallCounts(lambda: choices.counts_E, dispatcher.groups.meta, replay)
         self._x_TM: Tensor | None = x_TM
+        self._splits: RowSplits | None = None
         self._permutation: Permutation | None = None
         self._rows_RM: Tensor | None = None
         self._pending: PendingAllToAll | None = None
@@ -45,7 +46,7 @@ class RowTransit:
         assert self._x_TM is not None
         self._permutation = sort_by_expert(self.choices.indices_TK)
         self._rows_RM, self._x_TM = permute(self._x_TM, self._permutation), None
-        splits = self._read_splits()
+        splits = self._splits = self.counts.read().row_splits(self.num_experts)
         num_rows = sum(splits.send)
         if num_rows < len(self._rows_RM):
             self._rows_RM = self._rows_RM[:num_rows]
@@ -55,12 +56,12 @@ class RowTransit:
         self._wait()
 
     def run_experts(self, experts: ComputeExperts) -> None:
-        assert self.splits is not None and self._rows_RM is not None
-        self._rows_RM = experts(self._rows_RM, self.splits)
+        assert self._splits is not None and self._rows_RM is not None
+        self._rows_RM = experts(self._rows_RM, self._splits)
 
     def combine_start(self) -> None:
-        assert self.splits is not None
-        self._start(self.splits.receive, self.splits.send)
+        assert self._splits is not None
+        self._start(self._splits.receive, self._splits.send)
 
     def combine_wait(self) -> None:
         self._wait()
@@ -68,14 +69,6 @@ class RowTransit:
     def finish(self) -> Tensor:
         assert self._rows_RM is not None and self._permutation is not None
         return unpermute(self._rows_RM, self.choices.weights_TK, self._permutation)
-
-    def _read_splits(self) -> RowSplits:
-        if self.splits is None:
-            assert self.exchange is not None
-            self.splits = self.exchange.splits()
-            if self.replay is not None:
-                self.replay.splits = self.splits
-        return self.splits
 
     def _start(self, send: list[int], receive: list[int]) -> None:
         if self.group is not None:

@@ -1,17 +1,21 @@
 """How many rows travel where: the ranks of an expert group tell one another.
 
-Shape letters: E global experts, P ranks of the expert group.
+Shape letters: E global experts, P ranks of the expert group, n counts of a rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cpmoe.moe.replay import RoutingReplay
 from cpmoe.parallel.transport import InFlight, transport
 
 
@@ -36,57 +40,91 @@ class RowSplits:
         return [sum(block) for block in self.blocks]
 
 
-class CountExchange:
-    """Tells every rank of `meta` how many rows it will get; started early, read by the host late.
+class SharedCounts(NamedTuple):
+    """What every rank of an expert group counted: int64 [P, n] on the host and on the device of the tokens.
 
-    counts_E int64 [E]: this rank's rows per global expert, not modified until `splits` returned. On CUDA
-    counts reach the host by a copy on a stream of its own, and `splits` waits for that copy alone.
+    The first E counts of a rank are its slots of each global expert. `rank` is this one's place in the group.
     """
 
-    def __init__(self, counts_E: Tensor, meta: ProcessGroup | None) -> None:
-        self._ranks = 1 if meta is None else meta.size()
-        self._sent_E = counts_E.contiguous()
-        self._received_E = self._sent_E
+    host: np.ndarray
+    device: Tensor
+    rank: int
+
+    def row_splits(self, num_experts: int) -> RowSplits:
+        """How a row for each slot travels."""
+        ranks = len(self.host)
+        width = num_experts // ranks
+        mine = slice(self.rank * width, (self.rank + 1) * width)
+        blocks = self.host[:, mine]
+        return RowSplits(
+            send=self.host[self.rank, :num_experts].reshape(ranks, width).sum(1).tolist(),
+            blocks=blocks.tolist(),
+            counts=blocks.sum(0).tolist(),
+            offsets_E=self.device[:, mine].sum(0).cumsum(0).to(torch.int32),
+        )
+
+
+class CountExchange:
+    """Tells every rank of `meta` what every rank counted; started early, read by the host late.
+
+    counts_n int64 [n], equally many on all ranks, not modified until `read` returned. On CUDA counts reach
+    the host by a copy on a stream of its own, and `read` waits for that copy alone.
+    """
+
+    def __init__(self, counts_n: Tensor, meta: ProcessGroup | None) -> None:
+        self._rank = 0 if meta is None else meta.rank()
+        self._sent_n = counts_n.contiguous()
+        self._received_Pn = self._sent_n[None]
         self._flight: InFlight | None = None
         if meta is not None:
-            self._received_E = torch.empty_like(self._sent_E)
-            self._flight = transport.all_to_all(self._received_E, self._sent_E, meta)
-        if counts_E.is_cuda:
+            self._received_Pn = self._sent_n.new_empty(meta.size(), len(self._sent_n))
+            self._flight = transport.all_gather(self._received_Pn, self._sent_n, meta)
+        if counts_n.is_cuda:
             self._start_copy_to_host()
 
-    def splits(self) -> RowSplits:
+    def read(self) -> SharedCounts:
         """Waits until the counts are on the host."""
-        if self._sent_E.is_cuda:
+        if self._sent_n.is_cuda:
             transport.waiting = self._flight
             self._copied.synchronize()
             transport.waiting = None
-            sent, received = self._host.tolist()
-        else:
-            if self._flight is not None:
-                self._flight.wait()
-            sent, received = self._sent_E.tolist(), self._received_E.tolist()
-        width = len(sent) // self._ranks
-        blocks = [received[start : start + width] for start in range(0, len(received), width)]
-        return RowSplits(
-            send=[sum(sent[start : start + width]) for start in range(0, len(sent), width)],
-            blocks=blocks,
-            counts=[sum(block[expert] for block in blocks) for expert in range(width)],
-            offsets_E=self._received_E.view(self._ranks, width).sum(0).cumsum(0).to(torch.int32),
-        )
+            return SharedCounts(self._host_Pn.numpy(), self._received_Pn, self._rank)
+        if self._flight is not None:
+            self._flight.wait()
+        return SharedCounts(self._received_Pn.numpy(), self._received_Pn, self._rank)
 
     def _start_copy_to_host(self) -> None:
-        stream = _copy_stream(self._sent_E.device)
-        stream.wait_stream(torch.cuda.current_stream(self._sent_E.device))
+        stream = _copy_stream(self._sent_n.device)
+        stream.wait_stream(torch.cuda.current_stream(self._sent_n.device))
         with torch.cuda.stream(stream):
             if self._flight is not None:
                 self._flight.wait(measured=False)
-            self._host = torch.empty((2, self._sent_E.numel()), dtype=torch.int64, pin_memory=True)
-            self._host[0].copy_(self._sent_E, non_blocking=True)
-            self._host[1].copy_(self._received_E, non_blocking=True)
+            self._host_Pn = torch.empty(self._received_Pn.shape, dtype=torch.int64, pin_memory=True)
+            self._host_Pn.copy_(self._received_Pn, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(stream)
-        self._sent_E.record_stream(stream)
-        self._received_E.record_stream(stream)
+        self._sent_n.record_stream(stream)
+        self._received_Pn.record_stream(stream)
+
+
+class CallCounts:
+    """The counts of one call of a layer: exchanged in its first forward, kept in `replay` for later ones."""
+
+    def __init__(
+        self, count: Callable[[], Tensor], meta: ProcessGroup | None, replay: RoutingReplay | None
+    ) -> None:
+        self._replay = replay
+        self._counts = None if replay is None else replay.counts
+        self.exchange = CountExchange(count(), meta) if self._counts is None else None
+
+    def read(self) -> SharedCounts:
+        """Waits until the counts are on the host; the same every time."""
+        if self._counts is None:
+            assert self.exchange is not None
+            self._counts = self.exchange.read()
+            if self._replay is not None:
+                self._replay.counts = self._counts
+        return self._counts
 
 
 @cache

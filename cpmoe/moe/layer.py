@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cpmoe.config.deepspeed import ExpertsConfig
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.moe.alltoall import AllToAll
+from cpmoe.moe.dedup import Dedup
 from cpmoe.moe.experts import Experts
 from cpmoe.moe.replay import RoutingReplay
 from cpmoe.moe.router import Router, count_rows
@@ -59,6 +60,12 @@ class SharedExpert(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_TM)) * self.up_proj(x_TM))
 
 
+def _dispatcher(options: ExpertsConfig, groups: Groups, num_experts: int) -> Dispatcher:
+    if options.dispatcher == "alltoall":
+        return AllToAll(groups, num_experts)
+    return Dedup(groups, num_experts)
+
+
 class MoELayer(nn.Module):
     """Top-k mixture of experts, experts split over `groups.expert`.
 
@@ -96,7 +103,7 @@ class MoELayer(nn.Module):
             else None
         )
         self.num_experts = config.num_experts
-        self.dispatcher: Dispatcher = AllToAll(groups)
+        self.dispatcher = _dispatcher(options, groups, config.num_experts)
 
     def forward(
         self, x_BTM: Tensor, mask_BT: Tensor | None = None, replay: RoutingReplay | None = None

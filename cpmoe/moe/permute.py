@@ -33,9 +33,15 @@ def sort_by_expert(indices_TK: Tensor) -> Permutation:
     return Permutation(order_R, position.view(indices_TK.shape))
 
 
-def permute(x_TM: Tensor, permutation: Permutation) -> Tensor:
-    """Copies each token to its K rows: x_TM [T, M] → [T·K, M], rows of padding last."""
-    return _Permute.apply(x_TM, *permutation)
+def permute(x_TM: Tensor, permutation: Permutation, num_rows: int | None = None) -> Tensor:
+    """Copies each token to its rows: x_TM [T, M] → the first `num_rows` sorted rows (default T·K), [R, M]."""
+    order_R = permutation.order_R if num_rows is None else permutation.order_R[:num_rows]
+    return _Permute.apply(x_TM, order_R, permutation.position_TK)
+
+
+def collect(rows_RM: Tensor, permutation: Permutation) -> Tensor:
+    """The transpose of `permute`: the sum of each token's rows, [T, M]; rows past R count as 0."""
+    return _Collect.apply(rows_RM, *permutation)
 
 
 def unpermute(rows_RM: Tensor, weights_TK: Tensor, permutation: Permutation) -> Tensor:
@@ -57,6 +63,19 @@ class _Permute(torch.autograd.Function):
     def backward(ctx, grad_RM):  # type: ignore[override]
         (position_TK,) = ctx.saved_tensors
         return _sum_rows(grad_RM, position_TK, None), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RM, order_R, position_TK):  # type: ignore[override]
+        ctx.save_for_backward(order_R[: len(rows_RM)])
+        ctx.top_k = position_TK.shape[1]
+        return _sum_rows(rows_RM, position_TK, None)
+
+    @staticmethod
+    def backward(ctx, grad_TM):  # type: ignore[override]
+        (order_R,) = ctx.saved_tensors
+        return grad_TM.index_select(0, order_R // ctx.top_k), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -82,13 +101,18 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _sum_rows(rows_RM: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, M]: Σ_k weights[t, k] · rows[position[t, k]]; positions past the rows must have weight 0."""
+    """[T, M]: Σ_k weights[t, k] · rows[position[t, k]]; positions past the rows must have weight 0.
+
+    Without weights those within the rows have weight 1.
+    """
     num_rows, num_tokens = len(rows_RM), len(position_TK)
     if num_rows == 0 or num_tokens == 0:
         return rows_RM.new_zeros(num_tokens, *rows_RM.shape[1:])
-    if num_rows < position_TK.numel():
-        position_TK = position_TK.clamp_max(num_rows - 1)
     wide = torch.promote_types(rows_RM.dtype, torch.float32)
+    if num_rows < position_TK.numel():
+        if weights_TK is None:
+            weights_TK = (position_TK < num_rows).to(wide)
+        position_TK = position_TK.clamp_max(num_rows - 1)
     if wide == rows_RM.dtype:
         return F.embedding_bag(position_TK, rows_RM, mode="sum", per_sample_weights=weights_TK)
     sum_TM = rows_RM.new_zeros((num_tokens, rows_RM.shape[1]), dtype=wide)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cpmoe.moe.dispatch import RowSplits
+    from cpmoe.moe.dispatch import SharedCounts
 
 
 @dataclass
@@ -19,10 +19,10 @@ class RoutingReplay:
     """Makes the recomputed forward of activation checkpointing route exactly as the first one did.
 
     One holder serves one layer in one micro-step (and one slice of it): the first forward fills it, every
-    later one takes the chosen experts and the split sizes from it. Near-tie scores can then not flip,
+    later one takes the chosen experts and what the ranks counted from it. Near-tie scores can then not flip,
     collectives keep their sizes, and no counts travel again. Probabilities are computed anew, with
     gradient, and gathered at the kept indices.
     """
 
     indices_TK: Tensor | None = None
-    splits: RowSplits | None = None
+    counts: SharedCounts | None = None

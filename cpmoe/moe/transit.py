@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from cpmoe.moe.dispatch import RowSplits
+from cpmoe.moe.dispatch import CallCounts, RowSplits
 from cpmoe.moe.replay import RoutingReplay
 
 # rows [R, M] as `blocks` of the splits says that they lie, by rank, then expert → [R, M] likewise
@@ -33,9 +33,13 @@ class Choices(NamedTuple):
 class Transit(Protocol):
     """The tokens of one call of a layer on their way. The phases run in this order, each of them once.
 
+    `counts` are those of the call, of which the first E are the rows of each expert.
+
     All ranks of the expert group run them together, also without a token. What a schedule places between a
     start and its wait overlaps with the transfer, in forward and in backward.
     """
+
+    counts: CallCounts
 
     def dispatch_start(self) -> None:
         """Reads the counts, brings tokens to the order they travel in and launches them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 AXES = ("ep", "cp", "dp")
 
@@ -25,7 +26,11 @@ class RankGrid:
     last spreads them as far apart as possible, and between them strides them by the size of the first
     axis, so that an expert group crosses that axis.
 
-    Raises ValueError where the degrees do not divide the world.
+    `ranks_per_node` consecutive ranks are on one node, where that is of interest: expert groups then have
+    parts of their own within a node and across nodes.
+
+    Raises ValueError where the degrees do not divide the world, or an expert group has not equally many
+    ranks on each node that it touches.
     """
 
     world_size: int
@@ -33,6 +38,7 @@ class RankGrid:
     expert_parallel_size: int = 1
     rank_order: tuple[str, ...] = AXES
     ulysses_size: int = 1
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "context_parallel_size", "expert_parallel_size", "ulysses_size"):
@@ -56,6 +62,13 @@ class RankGrid:
                 f"rank_order = {self.rank_order}: expert groups of {self.expert_parallel_size} ranks at "
                 f"stride {self.expert_stride} do not tile {self.world_size} ranks; put 'ep' first or last"
             )
+        if self.ranks_per_node is not None:
+            parts = [self._by_node(ranks) for ranks in self.expert_ranks()]
+            if self.world_size % self.ranks_per_node or len({len(p) for part in parts for p in part}) > 1:
+                raise ValueError(
+                    f"ranks_per_node = {self.ranks_per_node}: nodes must divide {self.world_size} ranks and "
+                    f"have equal parts of the expert groups {self.expert_ranks()}"
+                )
 
     @property
     def data_parallel_size(self) -> int:
@@ -128,6 +141,27 @@ class RankGrid:
             for offset in range(stride)
         ]
 
+    @property
+    def expert_nodes(self) -> int:
+        """How many nodes an expert group spans; 1 where nodes are of no interest."""
+        return len(self._by_node(self.expert_ranks()[0]))
+
+    def expert_within_ranks(self) -> list[list[int]]:
+        """The part of each expert group on each node; none where that is the whole group."""
+        if self.expert_nodes == 1:
+            return []
+        return [part for ranks in self.expert_ranks() for part in self._by_node(ranks)]
+
+    def expert_across_ranks(self) -> list[list[int]]:
+        """The ranks of one place on each node of an expert group; none where there is one node."""
+        if self.expert_nodes == 1:
+            return []
+        return [
+            list(column)
+            for ranks in self.expert_ranks()
+            for column in zip(*self._by_node(ranks), strict=True)
+        ]
+
     def replica_ranks(self) -> list[list[int]]:
         """EP lists of the EDP ranks that hold the same experts."""
         return self._gather(self.expert_rank, self.expert_parallel_size)
@@ -136,6 +170,12 @@ class RankGrid:
     def _context_stride(self) -> int:
         cp_first = self.rank_order.index("cp") < self.rank_order.index("dp")
         return 1 if cp_first else self.data_parallel_size
+
+    def _by_node(self, ranks: list[int]) -> list[list[int]]:
+        if self.ranks_per_node is None:
+            return [ranks]
+        size = self.ranks_per_node
+        return [list(part) for _, part in groupby(ranks, key=lambda rank: rank // size)]
 
     def _gather(self, key: Callable[[int], int], count: int) -> list[list[int]]:
         lists: list[list[int]] = [[] for _ in range(count)]

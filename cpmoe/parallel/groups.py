@@ -14,7 +14,17 @@ from torch.distributed import ProcessGroup
 
 from cpmoe.parallel.grid import RankGrid
 
-KINDS = ("ring", "ring_grad", "expert", "meta", "replica", "world", "ulysses")
+KINDS = (
+    "ring",
+    "ring_grad",
+    "expert",
+    "meta",
+    "replica",
+    "world",
+    "ulysses",
+    "expert_across",
+    "expert_within",
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,11 @@ class Groups:
     replica     EDP ranks that hold the same experts: expert gradients
     world       all ranks: loss, counts and other scalars
     ulysses     u ranks at one place of a ring: heads for tokens, around attention
+
+    Where the grid names nodes, and an expert group spans several:
+
+    expert_across  the ranks of an expert group at one place of each node: rows between nodes
+    expert_within  those on one node: rows inside it
     """
 
     grid: RankGrid
@@ -39,6 +54,8 @@ class Groups:
     replica: ProcessGroup | None = None
     world: ProcessGroup | None = None
     ulysses: ProcessGroup | None = None
+    expert_across: ProcessGroup | None = None
+    expert_within: ProcessGroup | None = None
 
 
 def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = None) -> Groups:
@@ -59,6 +76,8 @@ def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = No
         "replica": grid.replica_ranks(),
         "world": [list(range(grid.world_size))],
         "ulysses": grid.ulysses_ranks(),
+        "expert_across": grid.expert_across_ranks(),
+        "expert_within": grid.expert_within_ranks(),
     }
     rank = dist.get_rank()
     mine: dict[str, ProcessGroup] = {}

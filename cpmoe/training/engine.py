@@ -70,6 +70,7 @@ def build_grid(run: RunConfig) -> RankGrid:
         expert_parallel_size=run.cpmoe.expert_parallel_size,
         rank_order=tuple(run.cpmoe.rank_order),
         ulysses_size=run.cpmoe.attention.ulysses_size,
+        ranks_per_node=run.cpmoe.experts.ranks_per_node,
     )
 
 

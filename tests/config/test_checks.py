@@ -1,14 +1,14 @@
 import importlib.util
-from itertools import permutations
+from itertools import permutations, product
 from typing import get_args
 
 import pytest
 
-from cpmoe.config.checks import LACKING, check_grid, shard_chunks
-from cpmoe.config.deepspeed import AttentionConfig, CpmoeConfig
+from cpmoe.config.checks import LACKING, check_grid, check_nodes, shard_chunks
+from cpmoe.config.deepspeed import AttentionConfig, CpmoeConfig, ExpertsConfig
 from cpmoe.config.recipe import Recipe
 from cpmoe.config.validation import parse
-from cpmoe.parallel.grid import AXES, RankGrid
+from cpmoe.parallel.grid import AXES, RankGrid, divisors
 from tests.config.support import RECIPE, changed
 
 
@@ -27,9 +27,44 @@ def test_the_grid_is_refused_exactly_where_it_can_not_be_built(order):
                 assert legal == (list(check_grid(cpmoe, recipe, world)) == []), (world, cp, ep)
 
 
+@pytest.mark.parametrize("order", list(permutations(AXES)))
+def test_nodes_are_refused_exactly_where_expert_groups_do_not_part_evenly(order):
+    for world in (1, 6, 8, 12):
+        for cp, ep, nodes in product(divisors(world), divisors(world), range(1, world + 2)):
+            experts = ExpertsConfig(dispatcher="hierarchical", ranks_per_node=nodes)
+            cpmoe = CpmoeConfig(
+                context_parallel_size=cp, expert_parallel_size=ep, rank_order=order, experts=experts
+            )
+            try:
+                RankGrid(world, cp, ep, order)
+            except ValueError:
+                continue
+            try:
+                RankGrid(world, cp, ep, order, ranks_per_node=nodes)
+                legal = True
+            except ValueError:
+                legal = False
+            assert legal == (list(check_nodes(cpmoe, world)) == []), (world, cp, ep, nodes)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["cpmoe.experts.dispatcher=hierarchical", "cpmoe.experts.ranks_per_node=3"],
+            "cpmoe.experts.ranks_per_node = 3: nodes must divide the world size 4 and have equal parts of "
+            "every expert group (expert_parallel_size 2); legal: 1, 2, 4",
+        ),
+        (
+            ["cpmoe.experts.dispatcher=hierarchical"],
+            'cpmoe.experts.dispatcher = "hierarchical": needs cpmoe.experts.ranks_per_node; '
+            "legal: alltoall, dedup, or give it",
+        ),
+        (
+            ["cpmoe.experts.ranks_per_node=2"],
+            "cpmoe.experts.ranks_per_node = 2: is for dispatcher hierarchical alone; "
+            "legal: none, or that dispatcher",
+        ),
         (
             ["cpmoe.context_parallel_size=3"],
             "cpmoe.context_parallel_size = 3: must divide the world size 4; legal: 1, 2, 4",

@@ -86,7 +86,7 @@ def test_a_rejection_says_what_and_where():
 
 def test_backward_issues_in_reverse_on_each_group():
     order = issue_order(build_schedule("overlap", [True, True], 2))
-    assert set(order) == {"ring", "ulysses", "meta", "expert"}
+    assert set(order) == {"ring", "ulysses", "meta", "expert", "expert_within"}
     assert [p.slice for p in order["expert"][:4]] == [0, 1, 0, 1]
 
 
@@ -128,5 +128,5 @@ def test_a_combine_is_not_taken_for_the_dispatch_before_it():
     route, start, wait, combine, combined = (Phase(kind, 0, 0, 0) for kind in kinds)
     attend = Phase("attend", 0, 1, 0)
     ranks = [(route, start, wait, combine, combined, attend), (route, start, wait, attend, combine, combined)]
-    with pytest.raises(ScheduleError, match=r"rank 0 in combine_wait.*rank 1 in attend"):
+    with pytest.raises(ScheduleError, match=r"rank 0 in combine_start.*rank 1 in attend"):
         verify_ranks(ranks)

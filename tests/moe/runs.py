@@ -45,6 +45,7 @@ class Case:
     rank_order: tuple[str, ...] = ("ep", "cp", "dp")
     dtype: torch.dtype = torch.float64
     backend: str = "loop"
+    dispatch: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ def model_config(**fields: Any) -> ModelConfig:
 
 def build_layer(case: Case, groups: Groups) -> MoELayer:
     """The same weights for every layout; `favourites` get a score that no other expert can reach."""
-    layer = MoELayer(case.config, groups, ExpertsConfig(backend=case.backend))
+    layer = MoELayer(case.config, groups, ExpertsConfig(backend=case.backend, **case.dispatch))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -99,7 +100,8 @@ def build_layer(case: Case, groups: Groups) -> MoELayer:
 
 
 def groups_for(case: Case) -> Groups:
-    grid = RankGrid(case.world, expert_parallel_size=case.ep, rank_order=case.rank_order)
+    nodes = case.dispatch.get("ranks_per_node")
+    grid = RankGrid(case.world, 1, case.ep, case.rank_order, ranks_per_node=nodes)
     return create_groups(grid) if case.world > 1 else Groups(grid, 0)
 
 
@@ -111,9 +113,21 @@ def gradients(layer: nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """`run_case` of each; cases of one layout share their groups."""
+    created: dict[tuple[Any, ...], Groups] = {}
+    results = []
+    for case in cases:
+        key = case.ep, case.rank_order, case.dispatch.get("ranks_per_node")
+        if key not in created:
+            created[key] = groups_for(case)
+        results.append(run_case(rank, world, case, created[key]))
+    return results
+
+
+def run_case(rank: int, world: int, case: Case, groups: Groups | None = None) -> dict[str, Any]:
     """Output, gradients, losses and counts of this rank."""
-    groups = groups_for(case)
+    groups = groups or groups_for(case)
     layer = build_layer(case, groups)
     x, mask, cotangent = case.inputs(rank)
     x.requires_grad_()

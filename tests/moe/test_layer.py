@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,14 @@ CASES = {
 
 
 def check(case: Case, forward: float, gradient: float) -> None:
-    results = run_distributed(run_case, case.world, case) if case.world > 1 else [run_case(0, 1, case)]
+    check_results(case, run_everywhere(case), forward, gradient)
+
+
+def run_everywhere(case: Case) -> list[dict[str, Any]]:
+    return run_distributed(run_case, case.world, case) if case.world > 1 else [run_case(0, 1, case)]
+
+
+def check_results(case: Case, results: list[dict[str, Any]], forward: float, gradient: float) -> None:
     expected = reference_of(case, join_weights(results, "weights", case))
     assert torch.equal(sum(r["counts"] for r in results), expected["counts"])
     for rank, result in enumerate(results):

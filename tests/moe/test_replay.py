@@ -111,12 +111,12 @@ def test_a_replayed_call_exchanges_no_counts_and_recomputes_probabilities():
     x, mask, _ = case.inputs(0)
     replay = RoutingReplay()
     first, stats = layer(x, mask, replay)
-    indices, splits = replay.indices_TK, replay.splits
+    indices, counts = replay.indices_TK, replay.counts
     moved = x * 1.5
     state = layer.route(moved, mask, replay)
-    assert state.transit.exchange is None and state.transit.splits is splits
+    assert state.transit.counts.exchange is None and state.transit.counts.read() is counts
     second, again = layer(moved, mask, replay)
-    assert replay.indices_TK is indices and replay.splits is splits
+    assert replay.indices_TK is indices and replay.counts is counts
     assert torch.equal(again.counts_E, stats.counts_E)
     assert relative_error(again.probs_sum_E, stats.probs_sum_E) > 1e-3
     assert relative_error(second, first) > 1e-3

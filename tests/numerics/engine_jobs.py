@@ -16,7 +16,15 @@ from cpmoe.config.settings import Settings
 from cpmoe.model.transformer import LossScale
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from tests.numerics import cases
-from tests.numerics.model_jobs import Layout, digest, is_expert, load_weights, local_weights, rank_slices
+from tests.numerics.model_jobs import (
+    Layout,
+    digest,
+    is_expert,
+    load_weights,
+    local_weights,
+    rank_slices,
+    ranks_per_node,
+)
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "lr": 0.05, "weight_decay": 0.1},
@@ -39,6 +47,7 @@ class EngineJob(NamedTuple):
     recompute: str = "none"
     policy: str = "serial"
     slices: str = "auto"
+    dispatcher: str = "alltoall"
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -88,6 +97,10 @@ def run_config(job: EngineJob) -> RunConfig:
             "expert_parallel_size": grid.expert_parallel_size,
             "rank_order": list(grid.rank_order),
             "coschedule": {"policy": job.policy, "slices": job.slices},
+            "experts": {
+                "dispatcher": job.dispatcher,
+                "ranks_per_node": ranks_per_node(job.dispatcher, job.layout.world),
+            },
         },
     }
     return resolve(Settings("recipe", recipe), Settings("json", config), job.layout.world, environ={})

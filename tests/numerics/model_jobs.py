@@ -62,6 +62,7 @@ class Job(NamedTuple):
     slicing: str = "none"
     attention: str = "reference"
     experts: str = "loop"
+    dispatcher: str = "alltoall"
     dtype: str = "float64"
     loss_chunk_tokens: int = 1024
     fault: str = ""
@@ -130,20 +131,26 @@ def rank_slices(
 
 def run_jobs(rank: int, world_size: int, jobs: list[Job]) -> list[RankResult]:
     """A job for `run_distributed`."""
-    created: dict[Layout, Groups] = {}
+    created: dict[RankGrid, Groups] = {}
     results = []
     for job in jobs:
-        if job.layout not in created:
-            created[job.layout] = create_groups(job.layout.grid)
-        results.append(_run(job, rank, created[job.layout]))
+        grid = replace(job.layout.grid, ranks_per_node=ranks_per_node(job.dispatcher, world_size))
+        if grid not in created:
+            created[grid] = create_groups(grid)
+        results.append(_run(job, rank, created[grid]))
     return results
+
+
+def ranks_per_node(dispatcher: str, world_size: int) -> int | None:
+    """Two nodes for hierarchical dispatch."""
+    return max(world_size // 2, 1) if dispatcher == "hierarchical" else None
 
 
 def _run(job: Job, rank: int, groups: Groups) -> RankResult:
     options = ModelOptions(
         attention_strategy=job.strategy,
         attention_backend=job.attention,
-        experts=ExpertsConfig(backend=job.experts),
+        experts=ExpertsConfig(backend=job.experts, dispatcher=job.dispatcher),
         coschedule_policy=job.policy,
         recompute=job.recompute,
         loss_chunk_tokens=job.loss_chunk_tokens,

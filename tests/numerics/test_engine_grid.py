@@ -2,8 +2,8 @@
 
 float32 over 1, 2 and 4 processes: every layout (EP below, equal to and above CP) meets every ZeRO stage;
 cases, accumulation, clipping that bites and none, SGD with and without momentum, and recomputation are
-spread so that every pair of settings occurs, but for case with layout and with stage (the model's own
-grid has every case on every layout). So is the optimizer on the CPU at stages 2 and 3, on fewer layouts.
+spread so that every pair of settings occurs, but for case with layout, stage and dispatcher (the model's
+own grid has every case on every layout). So is the optimizer on the CPU at stages 2 and 3, on fewer layouts.
 SGD, since Adam hides a wrong gradient scale; AdamW runs 20 steps in each stage. Loss and gradient norm
 are compared in every step and the weights at the end, which shows the clip coefficient too.
 """
@@ -35,6 +35,7 @@ OPTIONS = {
     "recompute": ("none", "full"),
     "policy": ("serial", "overlap"),
     "slices": ("auto", "causal"),
+    "dispatcher": ("alltoall", "dedup", "hierarchical"),
 }
 FLOAT32_ROUNDING = 2.0**-24
 
@@ -42,7 +43,8 @@ FLOAT32_ROUNDING = 2.0**-24
 def _jobs(world: int) -> list[EngineJob]:
     layouts = [layout for layout in LAYOUTS[world] if layout.order != ("cp", "ep", "dp")]
     grid = {"layout": layouts, "zero": STAGES, "case": tuple(CASES), **OPTIONS}
-    jobs = cover(grid, full=("layout", "zero"), apart=[("layout", "case"), ("zero", "case")])
+    apart = [("layout", "case"), ("zero", "case"), ("case", "dispatcher")]
+    jobs = cover(grid, full=("layout", "zero"), apart=apart)
     if world > 1:
         offload = {
             "layout": [Layout(world, world, world)],

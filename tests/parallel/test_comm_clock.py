@@ -58,7 +58,7 @@ def _kinds(rank: int, world_size: int) -> dict[str, list[float]]:
             waited[name].append(comm_clock.take())
     dist.barrier()
     time.sleep(LATE if rank == 1 else 0)
-    CountExchange(torch.ones(4, dtype=torch.int64), group).splits()
+    CountExchange(torch.ones(4, dtype=torch.int64), group).read()
     waited["counts"] = [comm_clock.take()]
     return waited
 

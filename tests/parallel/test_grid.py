@@ -1,6 +1,7 @@
 """Every grid for worlds up to 64: the groups tile the world and agree with the rank arithmetic."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_rings_and_ulysses_groups_cross_inside_a_sequence():
     # Ulysses neighbours are the nearest ranks of a sequence.
     assert RankGrid(8, 8, ulysses_size=2).ring_ranks() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert RankGrid(8, 8, ulysses_size=2).ulysses_ranks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_expert_groups_part_by_node():
+    for grid in legal_grids():
+        for size in divisors(grid.world_size) if grid.ulysses_size == 1 and grid.world_size <= 16 else ():
+            try:
+                nodes = replace(grid, ranks_per_node=size)
+            except ValueError as error:
+                assert f"ranks_per_node = {size}: nodes must divide" in str(error)
+                continue
+            within, across = nodes.expert_within_ranks(), nodes.expert_across_ranks()
+            assert bool(within) == bool(across) == (nodes.expert_nodes > 1), nodes
+            for part in within:
+                assert len({rank // size for rank in part}) == 1, nodes
+            for part in across:
+                assert len({rank // size for rank in part}) == len(part) == nodes.expert_nodes, nodes
+            for parts in (within, across) if within else ():
+                assert sorted(itertools.chain(*parts)) == list(range(grid.world_size)), nodes
+                for ranks in nodes.expert_ranks():
+                    assert all(set(part) <= set(ranks) or not set(part) & set(ranks) for part in parts), nodes
+    assert RankGrid(8, 1, 8, ranks_per_node=4).expert_within_ranks() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert RankGrid(8, 1, 8, ranks_per_node=4).expert_across_ranks() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def test_members():
         ]
         grids += [RankGrid(world_size, cp, 1, ulysses_size=cp) for cp in divisors(world_size)]
         grids += [RankGrid(world_size, world_size, 1, ulysses_size=2) for _ in range(world_size == 4)]
+        nodes = max(world_size // 2, 1)
+        grids += [RankGrid(world_size, 1, world_size, ranks_per_node=nodes)]
         for rank, seen in enumerate(run_distributed(_members, world_size, grids)):
             expected = []
             for grid in grids:
@@ -49,6 +51,8 @@ def test_members():
                     grid.replica_ranks(),
                     [list(range(world_size))],
                     grid.ulysses_ranks(),
+                    grid.expert_across_ranks(),
+                    grid.expert_within_ranks(),
                 ):
-                    expected.append(next(ranks for ranks in lists if rank in ranks))
+                    expected.append(next((ranks for ranks in lists if rank in ranks), [rank]))
             assert seen == expected

@@ -63,9 +63,13 @@ class CountingWire(Wire):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         own = sent.shape[0] // size if send_splits is None else send_splits[rank]
         self.sent += sent.nbytes - sent[:own].nbytes
+        return super().all_to_all(received, sent, group, receive_splits, send_splits)
+
+    def all_gather(self, received: Tensor, sent: Tensor, group: ProcessGroup) -> list[dist.Work]:
+        self.sent += sent.nbytes * (len(received) - 1)
         if group.group_desc == "meta":
             self.counts.append(received)
-        return super().all_to_all(received, sent, group, receive_splits, send_splits)
+        return super().all_gather(received, sent, group)
 
 
 class SilentWire(Wire):
@@ -78,7 +82,11 @@ class SilentWire(Wire):
         received.zero_()
         return []
 
-    def all_to_all(self, received: Tensor, sent: Tensor, group: ProcessGroup, *_: Any) -> list[dist.Work]:
+    def all_to_all(self, received: Tensor, *_: Any) -> list[dist.Work]:
+        received.zero_()
+        return []
+
+    def all_gather(self, received: Tensor, sent: Tensor, group: ProcessGroup) -> list[dist.Work]:
         if group.group_desc == "meta":
             received.copy_(next(self._counts))
         else:
