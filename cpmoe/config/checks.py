@@ -102,7 +102,9 @@ def check_nodes(cpmoe: CpmoeConfig, world_size: int) -> Iterator[Problem]:
     dispatcher, size = cpmoe.experts.dispatcher, cpmoe.experts.ranks_per_node
     path = "cpmoe.experts.ranks_per_node"
     if size is None and dispatcher == "hierarchical":
-        yield Problem("cpmoe.experts.dispatcher", f"needs {path}", dispatcher, "alltoall, dedup, or give it")
+        yield Problem(
+            "cpmoe.experts.dispatcher", f"needs {path}", dispatcher, "alltoall, dedup, allgather, or give it"
+        )
     elif size is not None and dispatcher != "hierarchical":
         yield Problem(path, "is for dispatcher hierarchical alone", size, "none, or that dispatcher")
     elif size is not None and world_size % cpmoe.expert_parallel_size == 0:

@@ -47,11 +47,12 @@ class ExpertsConfig(Block):
     """How tokens reach their experts, and how those multiply.
 
     dispatcher  alltoall: a row for each token and expert; dedup: one for each token and rank of its experts;
-                hierarchical: the same in two steps, first one for each token and node
+                hierarchical: the same in two steps, first one for each token and node; allgather: every
+                token to every rank, for few ranks
     """
 
     backend: Literal["auto", "grouped_mm", "loop"] = "auto"
-    dispatcher: Literal["alltoall", "dedup", "hierarchical"] = "alltoall"
+    dispatcher: Literal["alltoall", "dedup", "hierarchical", "allgather"] = "alltoall"
     ranks_per_node: Count | None = None
     """Consecutive ranks on one node: where hierarchical dispatch parts."""
 

@@ -11,16 +11,15 @@ on the way, W slots of such a row, R rows of this rank's experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cpmoe.moe.dispatch import CallCounts, RowSplits, SharedCounts
+from cpmoe.moe.dispatch import CallCounts, SharedCounts
 from cpmoe.moe.leg import Fork, Leg, Parcel, fork
-from cpmoe.moe.permute import permute, sort_by_expert, unpermute
+from cpmoe.moe.local import sum_of_experts
 from cpmoe.moe.replay import RoutingReplay
 from cpmoe.moe.transit import Choices, ComputeExperts
 from cpmoe.parallel.groups import Groups
@@ -39,7 +38,7 @@ class Stage(NamedTuple):
 
 
 class Dedup:
-    """Tokens travel on `groups.expert`, counts on `groups.meta`.
+    """Tokens travel on `groups.expert`, counts on `groups.meta`; both must be there.
 
     Where the grid names nodes, tokens travel on `groups.expert_across` and then on `groups.expert_within`.
     """
@@ -64,22 +63,15 @@ class Dedup:
     def begin(self, x_TM: Tensor, choices: Choices, replay: RoutingReplay | None) -> DedupTransit:
         return DedupTransit(self, x_TM, choices, replay)
 
-    def count(self, choices: Choices, first: Fork | None) -> Tensor:
+    def count(self, choices: Choices, first: Fork) -> Tensor:
         """What a rank tells the others: its slots of each expert, its rows to each rank and to each node.
 
         `first` is how its tokens part for the first stage.
         """
-        if first is None:
-            return choices.counts_E
         if self.num_nodes == 1:
             return torch.cat([choices.counts_E, first.counts_P])
         to_ranks = fork(choices.indices_TK, self.num_ranks, self.experts_per_rank).counts_P
         return torch.cat([choices.counts_E, to_ranks, first.counts_P])
-
-    def row_splits(self, counts: SharedCounts) -> RowSplits:
-        """Rows of this rank's experts."""
-        splits = counts.row_splits(self.num_experts)
-        return replace(splits, send=[sum(splits.counts)], blocks=[splits.counts])
 
     def leg_splits(self, counts: SharedCounts, across: bool) -> tuple[list[int], list[int]]:
         """Rows that this rank sends to each place of a stage, and receives from it."""
@@ -102,17 +94,14 @@ class DedupTransit:
     ) -> None:
         self._to = dispatcher
         self._parcel: Parcel | None = Parcel(x_TM, choices.indices_TK, choices.weights_TK)
-        self._fork: Fork | None = None
-        if dispatcher.stages:
-            self._fork = dispatcher.stages[0].fork(choices.indices_TK)
+        first = dispatcher.stages[0].fork(choices.indices_TK)
+        self._fork: Fork | None = first
         self._legs: list[Leg] = []
         self._sums: Tensor | None = None
-        first = self._fork
         self.counts = CallCounts(lambda: dispatcher.count(choices, first), dispatcher.meta, replay)
 
     def dispatch_start(self) -> None:
-        if self._to.stages:
-            self._set_out()
+        self._set_out()
 
     def dispatch_wait(self) -> None:
         for leg in range(len(self._to.stages)):
@@ -125,10 +114,8 @@ class DedupTransit:
     def run_experts(self, experts: ComputeExperts) -> None:
         assert self._parcel is not None
         (x_UM, experts_UW, weights_UW), self._parcel = self._parcel, None
-        splits = self._to.row_splits(self.counts.read())
-        permutation = sort_by_expert(experts_UW)
-        rows_RM = experts(permute(x_UM, permutation, splits.send[0]), splits)
-        self._sums = unpermute(rows_RM, weights_UW, permutation)
+        counts = self.counts.read()
+        self._sums = sum_of_experts(x_UM, experts_UW, weights_UW, counts, self._to.num_experts, experts)
 
     def combine_start(self) -> None:
         for leg in reversed(range(len(self._legs))):
@@ -139,8 +126,7 @@ class DedupTransit:
                 self._sums = self._legs.pop().wait_back()
 
     def combine_wait(self) -> None:
-        if self._legs:
-            self._sums = self._legs.pop().wait_back()
+        self._sums = self._legs.pop().wait_back()
 
     def finish(self) -> Tensor:
         assert self._sums is not None

@@ -6,7 +6,7 @@ Shape letters: E global experts, P ranks of the expert group, n counts of a rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -62,6 +62,11 @@ class SharedCounts(NamedTuple):
             counts=blocks.sum(0).tolist(),
             offsets_E=self.device[:, mine].sum(0).cumsum(0).to(torch.int32),
         )
+
+    def local_splits(self, num_experts: int) -> RowSplits:
+        """The rows of this rank's experts, where they are sorted on this rank."""
+        splits = self.row_splits(num_experts)
+        return replace(splits, send=[sum(splits.counts)], blocks=[splits.counts])
 
 
 class CountExchange:

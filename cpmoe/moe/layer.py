@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cpmoe.config.deepspeed import ExpertsConfig
 from cpmoe.config.recipe import ModelConfig
+from cpmoe.moe.allgather import AllGather
 from cpmoe.moe.alltoall import AllToAll
 from cpmoe.moe.dedup import Dedup
 from cpmoe.moe.experts import Experts
@@ -61,8 +62,10 @@ class SharedExpert(nn.Module):
 
 
 def _dispatcher(options: ExpertsConfig, groups: Groups, num_experts: int) -> Dispatcher:
-    if options.dispatcher == "alltoall":
+    if options.dispatcher == "alltoall" or groups.expert is None:
         return AllToAll(groups, num_experts)
+    if options.dispatcher == "allgather":
+        return AllGather(groups, num_experts)
     return Dedup(groups, num_experts)
 
 

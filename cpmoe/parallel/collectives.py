@@ -43,9 +43,44 @@ class PendingAllToAll:
         return flight.wait()
 
 
-class _AllToAllStart(torch.autograd.Function):
+class PendingGather:
+    """One all-gather in flight, whose transpose is a reduce-scatter, or that one, whose transpose it is.
+
+    A reduce-scatter is an all-to-all whose blocks are summed on arrival, in the order of the ranks and in
+    float32 at least: as many bytes on the wire as one that sums on the way, without its rounding at each hop.
+    """
+
+    token: Tensor | None
+
+    def __init__(self, group: ProcessGroup, *, reduces: bool) -> None:
+        self.group = group
+        self.reduces = reduces
+        self._reducing = False
+        self._flight: InFlight | None = None
+
+    def launch(self, rows: Tensor, *, transposed: bool) -> None:
+        self._reducing = self.reduces != transposed
+        rows = rows.contiguous()
+        if self._reducing:
+            self._flight = transport.all_to_all(torch.empty_like(rows), rows, self.group)
+        else:
+            received = rows.new_empty(self.group.size(), *rows.shape)
+            self._flight = transport.all_gather(received, rows, self.group)
+
+    def wait(self) -> Tensor:
+        flight, self._flight = self._flight, None
+        assert flight is not None, "waited for twice, or never launched"
+        received = flight.wait()
+        if not self._reducing:
+            return received.flatten(0, 1)
+        wide = torch.promote_types(received.dtype, torch.float32)
+        blocks = received.unflatten(0, (self.group.size(), len(received) // self.group.size()))
+        return blocks.sum(0, dtype=wide).to(received.dtype)
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, pending: PendingAllToAll) -> Tensor:  # type: ignore[override]
+    def forward(ctx, rows: Tensor, pending: PendingAllToAll | PendingGather) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
         pending.launch(rows, transposed=False)
         return rows.new_empty(0)
@@ -55,9 +90,9 @@ class _AllToAllStart(torch.autograd.Function):
         return ctx.pending.wait(), None
 
 
-class _AllToAllWait(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token: Tensor, pending: PendingAllToAll) -> Tensor:  # type: ignore[override]
+    def forward(ctx, token: Tensor, pending: PendingAllToAll | PendingGather) -> Tensor:  # type: ignore[override]
         ctx.pending = pending
         return pending.wait()
 
@@ -79,11 +114,40 @@ def all_to_all_start(
     """
     assert sum(input_splits) == rows.shape[0], (input_splits, rows.shape)
     pending = PendingAllToAll(input_splits, output_splits, group)
-    pending.token = _AllToAllStart.apply(rows, pending)
+    pending.token = _Start.apply(rows, pending)
     return pending
 
 
 def all_to_all_wait(pending: PendingAllToAll) -> Tensor:
     """Waits for the rows of `all_to_all_start`: [R_out, ...], blocks in the order of the group's ranks."""
     token, pending.token = pending.token, None  # else the handle and its graph would keep each other alive
-    return _AllToAllWait.apply(token, pending)
+    return _Wait.apply(token, pending)
+
+
+def all_gather_start(rows: Tensor, group: ProcessGroup) -> PendingGather:
+    """Launches an all-gather of rows [R, ...], equally many on each rank of `group`.
+
+    `gather_wait` returns [P · R, ...], blocks in the order of the ranks; in backward their gradients are
+    summed over the ranks, in flight between the same two calls.
+    """
+    return _start_gather(rows, group, reduces=False)
+
+
+def reduce_scatter_start(rows: Tensor, group: ProcessGroup) -> PendingGather:
+    """Launches a reduce-scatter of rows [P · R, ...] over the P ranks of `group`.
+
+    `gather_wait` returns the sum of the ranks' blocks for this one, [R, ...]; its gradient is gathered.
+    """
+    return _start_gather(rows, group, reduces=True)
+
+
+def gather_wait(pending: PendingGather) -> Tensor:
+    """Waits for what `all_gather_start` or `reduce_scatter_start` launched."""
+    token, pending.token = pending.token, None
+    return _Wait.apply(token, pending)
+
+
+def _start_gather(rows: Tensor, group: ProcessGroup, *, reduces: bool) -> PendingGather:
+    pending = PendingGather(group, reduces=reduces)
+    pending.token = _Start.apply(rows, pending)
+    return pending

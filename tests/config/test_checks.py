@@ -58,7 +58,7 @@ def test_nodes_are_refused_exactly_where_expert_groups_do_not_part_evenly(order)
         (
             ["cpmoe.experts.dispatcher=hierarchical"],
             'cpmoe.experts.dispatcher = "hierarchical": needs cpmoe.experts.ranks_per_node; '
-            "legal: alltoall, dedup, or give it",
+            "legal: alltoall, dedup, allgather, or give it",
         ),
         (
             ["cpmoe.experts.ranks_per_node=2"],

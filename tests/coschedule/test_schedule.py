@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmoe.coschedule.schedule import KINDS, POLICIES, Phase, Schedule, build_schedule, segments
@@ -65,6 +65,7 @@ def _mutants(schedule: Schedule, data: st.DataObject) -> Schedule:
     return tuple(phases)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_mutated_schedules_are_rejected(data):
     policy, sparse, num_slices, crossing = data.draw(st.sampled_from(CASES))

@@ -13,6 +13,7 @@ from tests.moe.test_layer import CASES, check_results
 
 DISPATCHERS: dict[str, dict[str, Any]] = {
     "dedup": {"dispatcher": "dedup"},
+    "allgather": {"dispatcher": "allgather"},
     "one node": {"dispatcher": "hierarchical", "ranks_per_node": 4},
     "nodes of two": {"dispatcher": "hierarchical", "ranks_per_node": 2},
     "nodes of one": {"dispatcher": "hierarchical", "ranks_per_node": 1},

@@ -35,7 +35,7 @@ OPTIONS = {
     "recompute": ("none", "full"),
     "policy": ("serial", "overlap"),
     "slices": ("auto", "causal"),
-    "dispatcher": ("alltoall", "dedup", "hierarchical"),
+    "dispatcher": ("alltoall", "dedup", "hierarchical", "allgather"),
 }
 FLOAT32_ROUNDING = 2.0**-24
 

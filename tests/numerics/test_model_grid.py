@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "policy": ("serial", "overlap"),
     "slicing": ("none", "batch", "causal"),
     "loss_chunk_tokens": (1024, 3),
-    "dispatcher": ("alltoall", "dedup", "hierarchical"),
+    "dispatcher": ("alltoall", "dedup", "hierarchical", "allgather"),
 }
 # The four heads of each case, and KV heads that are fewer.
 ULYSSES = [

@@ -3,7 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from cpmoe.parallel.collectives import PendingAllToAll, all_to_all_start, all_to_all_wait
+from cpmoe.parallel.collectives import (
+    PendingAllToAll,
+    all_gather_start,
+    all_to_all_start,
+    all_to_all_wait,
+    gather_wait,
+    reduce_scatter_start,
+)
 from tests.distributed import run_distributed
 
 WIDTH = 3
@@ -42,6 +49,32 @@ def test_rows_and_gradients_reach_their_ranks():
                 assert torch.equal(received, expected)
                 receiver = torch.arange(world_size).repeat_interleave(splits[rank])
                 assert torch.equal(grad, (receiver + 1.0).double()[:, None].expand(-1, WIDTH))
+
+
+def _there_and_back(rank: int, world_size: int, dtype: torch.dtype):
+    """Rows of this rank gathered, scaled by the rank, summed and scattered; and the gradient of it."""
+    rows = torch.full((2, WIDTH), 256.0 if rank == 0 else 0.25, dtype=dtype, requires_grad=True)
+    gathered = gather_wait(all_gather_start(rows, dist.group.WORLD))
+    back = gather_wait(reduce_scatter_start(gathered * (rank + 1), dist.group.WORLD))
+    (back * (rank + 1)).sum().backward()
+    # As many different terms as ranks: lost one by one in bfloat16, were they summed in it.
+    summed = gather_wait(reduce_scatter_start(rows.detach().repeat(world_size, 1), dist.group.WORLD))
+    return gathered.detach(), back.detach(), rows.grad, summed
+
+
+def test_gather_and_scatter_are_each_others_transpose():
+    for world_size, dtype in ((2, torch.float64), (4, torch.float64), (4, torch.bfloat16)):
+        ranks = torch.arange(1, world_size + 1)
+        values = torch.full((world_size,), 0.25)
+        values[0] = 256.0
+        for rank, (gathered, back, grad, summed) in enumerate(
+            run_distributed(_there_and_back, world_size, dtype)
+        ):
+            assert torch.equal(gathered[:, 0].float(), values.repeat_interleave(2))
+            if dtype == torch.float64:
+                assert torch.all(back == values[rank] * ranks.sum())
+                assert torch.all(grad == (rank + 1) * ranks.sum())
+            assert torch.all(summed.float() == values.sum().to(dtype).float())
 
 
 def _interleaved(rank: int, world_size: int):
