@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 Range = tuple[int, int]
 
 
@@ -26,12 +28,15 @@ class TokenRanges:
 
     def place(self, start: int, stop: int) -> int:
         """Where local tokens [start, stop), all inside one range, begin in the buffer."""
-        offset = 0
-        for range_start, range_stop in self.ranges:
-            if range_start <= start and stop <= range_stop:
-                return offset + start - range_start
-            offset += range_stop - range_start
-        raise AssertionError(f"tokens [{start}, {stop}) are not in {self.ranges}")
+        return int(self.places(np.array([start]), stop - start)[0])
+
+    def places(self, start_P: np.ndarray, length: int) -> np.ndarray:
+        """Where runs of `length` local tokens, each inside one range, begin in the buffer: int64 [P]."""
+        starts, stops = np.array(self.ranges, dtype=np.int64).reshape(-1, 2).T
+        range_P = np.searchsorted(starts, start_P, side="right") - 1
+        assert (range_P >= 0).all() and (start_P + length <= stops[range_P]).all(), (start_P, self.ranges)
+        before = (stops - starts).cumsum() - stops
+        return start_P + before[range_P]
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

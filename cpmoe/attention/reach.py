@@ -1,6 +1,6 @@
 """The keys of one rank that each query of another, or of the same one, sees.
 
-Shape letters: B batch, T local queries, C distinct rows of a batch.
+Shape letters: B batch, T local queries, C distinct rows of a batch, R rectangles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from cpmoe.attention.geometry import LocalCounter
 from cpmoe.attention.mask import Visible
-from cpmoe.attention.rectangles import Rectangle, staircase_rectangles
+from cpmoe.attention.rectangles import KINDS, Rectangle, staircase_rectangles
+from cpmoe.attention.stacks import Stack, stack_rectangles
 
 
 class RowReach(NamedTuple):
@@ -50,15 +51,39 @@ class Reach:
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
-        """Rectangles that hold each visible (query, key) pair once; those that open query rows come first."""
-        found: dict[Rectangle, list[int]] = {}
+        """Rectangles that hold each visible (query, key) pair once; those that open query rows come first.
+
+        One for equal rectangles in consecutive batch rows.
+        """
+        columns, _ = self._columns
+        columns = columns[:, np.lexsort((columns[0], *columns[1:]))]
+        batch, same = columns[0], (columns[1:, 1:] == columns[1:, :-1]).all(axis=0)
+        joins = same & (np.diff(batch) == 1)
+        first, last = np.append(True, ~joins)[: len(batch)], np.append(~joins, True)[: len(batch)]
+        merged = np.stack((batch[first], batch[last] + 1, *columns[1:, first]))
+        merged = merged[:, np.lexsort((*merged[6::-1], -merged[7]))]
+        *bounds, kind, opens = merged.tolist()
+        kinds = [KINDS[place] for place in kind]
+        return tuple(map(Rectangle, *bounds, kinds, map(bool, opens)))
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The same rectangles, equal ones together; what backends walk over."""
+        return tuple(stack_rectangles(*self._columns))
+
+    @cached_property
+    def _columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rectangles as columns [7, R], the number of the batch row first; and [R] 1 where they are sinks."""
+        tables, parts = [np.zeros((7, 0), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for place, row in enumerate(self.rows_C):
-            rows = np.flatnonzero(self.place_B == place).tolist()
+            batch = np.flatnonzero(self.place_B == place)
             window = staircase_rectangles(row.document, row.start, row.stop, opens=self.is_own)
             sinks = staircase_rectangles(row.document, row.sink_start, row.sink_stop, opens=False)
-            for rectangle in (*window, *sinks):
-                found.setdefault(rectangle, []).extend(rows)
-        return _merge_rows(found)
+            for part, found in enumerate((window, sinks)):
+                count = len(found.kind)
+                tables.append(np.stack((batch.repeat(count), *(np.tile(x, len(batch)) for x in found))))
+                parts.append(np.full(len(batch) * count, part))
+        return np.concatenate(tables, axis=1), np.concatenate(parts)
 
     @cached_property
     def num_pairs(self) -> int:
@@ -67,14 +92,3 @@ class Reach:
             int((row.stop - row.start).sum() + (row.sink_stop - row.sink_start).sum()) for row in self.rows_C
         ]
         return sum(pairs_C[place] for place in self.place_B.tolist())
-
-
-def _merge_rows(found: dict[Rectangle, list[int]]) -> tuple[Rectangle, ...]:
-    """Rectangles that stand in consecutive batch rows become one."""
-    merged = []
-    for rectangle, rows in found.items():
-        row_array = np.sort(np.array(rows))
-        for run in np.split(row_array, np.flatnonzero(np.diff(row_array) > 1) + 1):
-            first, last = int(run[0]), int(run[-1])
-            merged.append(rectangle._replace(batch_start=first, batch_stop=last + 1))
-    return tuple(sorted(merged, key=lambda rectangle: (not rectangle.opens, rectangle)))

@@ -28,9 +28,10 @@ from cpmoe.attention.blocks.sdpa import CUDA_EFFICIENT, CUDA_FLASH, Kernel
 from cpmoe.attention.plan import build_plan
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach, RowReach
-from cpmoe.attention.rectangles import Kind, Rectangle
+from cpmoe.attention.rectangles import Kind
 from cpmoe.attention.ring import ring_attention
 from cpmoe.attention.scores import Scores
+from cpmoe.attention.stacks import Stack, TokenRuns
 from tests.attention.cases import relative_error
 from tests.attention.dense import dense_gradients
 
@@ -97,15 +98,15 @@ def test_merging_survives_any_gap(backend, lifts):
 
 def test_merging_when_neither_or_one_side_saw_a_key():
     q, *_ = _tensors(3, 1)
-    rectangle = Rectangle(0, 1, 0, 2, 0, 1)
+    (stack,) = _reach(1, ([0, 0, 0], [1, 1, 0])).stacks
     nothing = torch.zeros(1, 2, 4, 16), torch.full((1, 2, 4), -torch.inf)
     something = torch.ones(1, 2, 4, 16), torch.full((1, 2, 4), -500.0)
     state = RunningSoftmax(q, q.shape[3])
-    state.merge(rectangle, *nothing)
+    state.merge(stack, *nothing)
     out, lse = state.result()
     assert (out == 0).all() and (lse == -torch.inf).all()
-    state.merge(rectangle, *something)
-    state.merge(rectangle, *nothing)
+    state.merge(stack, *something)
+    state.merge(stack, *nothing)
     out, lse = state.result()
     assert (out[:, :2] == 1).all() and (lse[:, :2] == -500).all()
     assert (out[:, 2] == 0).all() and (lse[:, 2] == -torch.inf).all()
@@ -158,7 +159,8 @@ def test_packed_gradients_add_up_by_token():
     """dKV that arrives covers other tokens than the block's own: sums go by token, untouched ones stay 0."""
     k = torch.zeros(1, 4, 1, 2)
     dkv = KeyValueGradient(TokenRanges(((0, 3), (5, 8))), k, k)
-    dkv.add(Rectangle(0, 1, 0, 1, 5, 7, kind="full"), torch.ones(1, 2, 1, 2), torch.full((1, 2, 1, 2), 2.0))
+    keys = TokenRuns(np.array([0]), np.array([5]), 2)
+    dkv.add(keys, torch.ones(1, 2, 1, 2), torch.full((1, 2, 1, 2), 2.0))
     arrived = torch.arange(1.0, 5.0)[None, None, :, None, None].expand(2, 1, 4, 1, 2)
     dkv.add_packed(TokenRanges(((1, 3), (6, 8))), arrived.flatten())
     dk, dv = KeyValueSizes.of(k, k).views(dkv.packed())
@@ -198,20 +200,27 @@ def test_long_causal_blocks(length):
 @settings(max_examples=200, deadline=None)
 @given(start=st.integers(0, 50), length=st.integers(1, 2000), kind=st.sampled_from(get_args(Kind)))
 def test_even_pieces_cover_a_rectangle_once(start, length, kind):
-    whole = Rectangle(0, 1, start, start + length, 9, 9 + length, kind, opens=True)
+    rows, keys = (TokenRuns(np.array([0, 2]), np.array([place, place]), length) for place in (start, 9))
+    whole = Stack(kind, True, rows, keys)
     pieces = even_pieces(whole)
-    assert sum(piece.num_pairs for piece in pieces) == whole.num_pairs
-    opened = [row for piece in pieces if piece.opens for row in range(piece.q_start, piece.q_stop)]
-    assert opened == list(range(start, start + length)), "each query is opened once"
-    if len(pieces) > 1:
-        main, beside, corner = pieces
-        assert main.opens and main.kind == corner.kind == kind and beside.kind == "full"
-        assert (main.q_start, main.k_start) == (start, 9)
-        assert (corner.q_start, corner.k_start) == (main.q_stop, main.k_stop)
-        assert (corner.q_stop, corner.k_stop) == (whole.q_stop, whole.k_stop)
-        late, early = (corner, main) if kind == "causal" else (main, corner)
-        assert beside[2:4] == late[2:4] and beside[4:6] == early[4:6]
-        assert 0 < corner.q_stop - corner.q_start < 32
+    assert sum(stack.num_pairs for stack in pieces) == whole.num_pairs
+    for place, row in enumerate((0, 2)):
+        bounds = []
+        for piece in pieces:
+            assert piece.rows.batch_P[place] == piece.keys.batch_P[place] == row
+            q_start, k_start = int(piece.rows.start_P[place]), int(piece.keys.start_P[place])
+            bounds.append(((q_start, q_start + piece.rows.length), (k_start, k_start + piece.keys.length)))
+        opened = [q for b, piece in zip(bounds, pieces, strict=True) if piece.opens for q in range(*b[0])]
+        assert sorted(opened) == list(range(start, start + length)), "each query is opened once"
+        if len(pieces) > 1:
+            main, beside, corner = bounds
+            assert pieces[0].opens and pieces[0].kind == pieces[2].kind == kind and pieces[1].kind == "full"
+            assert (main[0][0], main[1][0]) == (start, 9)
+            assert (corner[0][0], corner[1][0]) == (main[0][1], main[1][1])
+            assert (corner[0][1], corner[1][1]) == (start + length, 9 + length)
+            late, early = (corner, main) if kind == "causal" else (main, corner)
+            assert beside == (late[0], early[1])
+            assert 0 < corner[0][1] - corner[0][0] < 32
 
 
 def test_auto_says_once_what_it_chose(caplog):

@@ -90,6 +90,7 @@ def test_rectangles_cover_the_mask_exactly_once(sequences):
         for hop in plan.hops:
             assert hop.source == (rank - hop.distance) % sequences.cp_size
             assert hop.reach.num_pairs == sum(rectangle.num_pairs for rectangle in hop.rectangles)
+            assert _stacked(hop) == _single_rows(hop)
             for rectangle in hop.rectangles:
                 b, q, k = slice(*rectangle[0:2]), slice(*rectangle[2:4]), slice(*rectangle[4:6])
                 q_index, k_index = index_NT[rank][q], index_NT[hop.source][k]
@@ -107,6 +108,30 @@ def test_rectangles_cover_the_mask_exactly_once(sequences):
     assert torch.equal(seen_BSS, visible_BSS.to(torch.int64))
     by_rank = tuple(visible_BSS[:, index_T].sum().item() for index_T in index_NT)
     assert all(plan.pairs_N == by_rank for plan in plans)
+
+
+def _single_rows(hop: Hop) -> list[Rectangle]:
+    return sorted(
+        rectangle._replace(batch_start=row, batch_stop=row + 1)
+        for rectangle in hop.rectangles
+        for row in range(rectangle.batch_start, rectangle.batch_stop)
+    )
+
+
+def _stacked(hop: Hop) -> list[Rectangle]:
+    """The rectangles of the stacks; those of one stack share no query, and those that open come first."""
+    single = []
+    opens = [stack.opens for stack in hop.reach.stacks]
+    assert opens == sorted(opens, reverse=True)
+    for stack in hop.reach.stacks:
+        assert not stack.rows.overlap
+        places = (stack.rows.batch_P, stack.rows.start_P, stack.keys.start_P)
+        for row, q, k in zip(*(x.tolist() for x in places), strict=True):
+            stops = q + stack.rows.length, k + stack.keys.length
+            single.append(Rectangle(row, row + 1, q, stops[0], k, stops[1], stack.kind, stack.opens))
+        assert (stack.keys.batch_P == stack.rows.batch_P).all()
+    assert sum(stack.num_pairs for stack in hop.reach.stacks) == hop.reach.num_pairs
+    return sorted(single)
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,8 +2,8 @@
 
 The only place where partial results are merged, whatever backend computed them.
 
-Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads, D head dim; the heads of V,
-of dV and of the output may have another size than those of Q and K.
+Shape letters: B batch, T queries or keys of a block, P rectangles of a stack, H query heads, G KV heads, D
+head dim; the heads of V, of dV and of the output may have another size than those of Q and K.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from cpmoe.attention.ranges import TokenRanges
-from cpmoe.attention.rectangles import Rectangle
 from cpmoe.attention.scores import Scores
+from cpmoe.attention.stacks import Stack, TokenRuns
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -87,17 +87,10 @@ class KeyValueBlock:
             offset += length
         return packed
 
-    def keys_values(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
-        """Views of the rectangle's keys and values."""
-        start = self.tokens.place(rectangle.k_start, rectangle.k_stop)
-        rows = slice(rectangle.batch_start, rectangle.batch_stop)
-        keys = slice(start, start + rectangle.k_stop - rectangle.k_start)
-        return self.k_BTGD[rows, keys], self.v_BTGD[rows, keys]
-
-
-def query_rows(rectangle: Rectangle) -> tuple[slice, slice]:
-    """Index of the rectangle's queries in a tensor [B, T, ...]."""
-    return slice(rectangle.batch_start, rectangle.batch_stop), slice(rectangle.q_start, rectangle.q_stop)
+    def keys_values(self, keys: TokenRuns) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, T, G, D] of local tokens `keys`."""
+        keys = keys.within(self.tokens)
+        return keys.take(self.k_BTGD), keys.take(self.v_BTGD)
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -124,20 +117,23 @@ class RunningSoftmax:
         self._out_BTHD: Tensor | None = None
         self._lse_BTH: Tensor | None = None
 
-    def merge(self, rectangle: Rectangle, out_BTHD: Tensor, lse_BTH: Tensor) -> None:
-        """Adds one rectangle's own attention, over its queries; may keep the tensors it is given."""
-        out_BTHD, lse_BTH = out_BTHD.to(self._dtype), lse_BTH.to(self._dtype)
-        if self._out_BTHD is None and out_BTHD.shape == self._shape:
-            self._out_BTHD, self._lse_BTH = out_BTHD, lse_BTH
+    def merge(self, stack: Stack, out_PTHD: Tensor, lse_PTH: Tensor) -> None:
+        """Adds the own attention of a stack of rectangles; may keep the tensors it is given."""
+        out_PTHD, lse_PTH = out_PTHD.to(self._dtype), lse_PTH.to(self._dtype)
+        rows = stack.rows
+        if self._out_BTHD is None and rows.covers(self._shape):
+            self._out_BTHD, self._lse_BTH = out_PTHD.reshape(self._shape), lse_PTH.reshape(self._shape[:-1])
             return
         running_out_BTHD, running_lse_BTH = self._tensors()
-        rows = query_rows(rectangle)
-        running_out_BTHD, running_lse_BTH = running_out_BTHD[rows], running_lse_BTH[rows]
-        if rectangle.opens:
-            running_out_BTHD.copy_(out_BTHD)
-            running_lse_BTH.copy_(lse_BTH)
+        if stack.opens:
+            rows.put(running_out_BTHD, out_PTHD)
+            rows.put(running_lse_BTH, lse_PTH)
             return
-        merge_(running_out_BTHD, running_lse_BTH, out_BTHD, lse_BTH)
+        running_out_PTHD, running_lse_PTH = rows.take(running_out_BTHD), rows.take(running_lse_BTH)
+        merge_(running_out_PTHD, running_lse_PTH, out_PTHD, lse_PTH)
+        if not rows.are_view:
+            rows.put(running_out_BTHD, running_out_PTHD)
+            rows.put(running_lse_BTH, running_lse_PTH)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out_BTHD, lse_BTH), in the accumulation dtype."""
@@ -194,12 +190,12 @@ class QueryGradient:
         self._sum_BTHD: Tensor | None = None
         self.rows: Tensor | None = None
 
-    def add(self, rectangle: Rectangle, dq_BTHD: Tensor) -> None:
-        """Adds one rectangle's dQ; may keep the tensor it is given."""
-        if self._sum_BTHD is None and dq_BTHD.shape == self._shape:
-            self._sum_BTHD = dq_BTHD.to(self._dtype)
+    def add(self, rows: TokenRuns, dq_PTHD: Tensor) -> None:
+        """Adds the dQ of a stack of rectangles; may keep the tensor it is given."""
+        if self._sum_BTHD is None and rows.covers(self._shape):
+            self._sum_BTHD = dq_PTHD.to(self._dtype).reshape(self._shape)
         else:
-            self.result()[query_rows(rectangle)].add_(dq_BTHD)
+            rows.add(self.result(), dq_PTHD)
 
     def result(self) -> Tensor:
         if self._sum_BTHD is None:
@@ -224,19 +220,30 @@ class KeyValueGradient:
         self._sums: tuple[Tensor, Tensor] | None = None
         self._packed: Tensor | None = None
 
-    def add(self, rectangle: Rectangle, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
-        """Adds one rectangle's dK and dV; may keep the tensors it is given."""
-        start = self.tokens.place(rectangle.k_start, rectangle.k_stop)
-        self._add(slice(rectangle.batch_start, rectangle.batch_stop), start, dk_BTGD, dv_BTGD)
+    def add(self, keys: TokenRuns, dk_PTGD: Tensor, dv_PTGD: Tensor) -> None:
+        """Adds the dK and dV of a stack of rectangles; may keep the tensors it is given."""
+        keys = keys.within(self.tokens)
+        shape = self._sizes.batch_size, self.tokens.wire_tokens
+        if self._sums is None and keys.covers(shape):
+            dk_BTGD, dv_BTGD = (x.to(self._dtype).reshape(*shape, *x.shape[2:]) for x in (dk_PTGD, dv_PTGD))
+            self._sums = dk_BTGD, dv_BTGD
+            return
+        for total, part in zip(self.result(), (dk_PTGD, dv_PTGD), strict=True):
+            keys.add(total, part)
 
     def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
-        """Adds the packed gradient (`KeyValueSizes`) of some of these tokens."""
+        """Adds the packed gradient (`KeyValueSizes`) of some of these tokens; may keep it."""
+        if self._sums is None and tokens == self.tokens:
+            self._packed = packed.to(self._dtype)
+            self._sums = self._sizes.views(self._packed)
+            return
         offset = 0
         arrived = self._sizes.views(packed)
         for start, stop in tokens.ranges:
-            dk_BTGD, dv_BTGD = (x_BTGD[:, offset : offset + stop - start] for x_BTGD in arrived)
-            self._add(slice(None), self.tokens.place(start, stop), dk_BTGD, dv_BTGD)
-            offset += stop - start
+            length, place = stop - start, self.tokens.place(start, stop)
+            for total, part in zip(self.result(), arrived, strict=True):
+                total[:, place : place + length].add_(part[:, offset : offset + length])
+            offset += length
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(dk_BTGD, dv_BTGD)"""
@@ -266,12 +273,3 @@ class KeyValueGradient:
         size = self._sizes.elements(self.tokens.wire_tokens)
         self._packed = make(size, dtype=self._dtype, device=self._device)
         return self._sizes.views(self._packed)
-
-    def _add(self, rows: slice, start: int, dk_BTGD: Tensor, dv_BTGD: Tensor) -> None:
-        is_whole = dk_BTGD.shape[:2] == (self._sizes.batch_size, self.tokens.wire_tokens)
-        if self._sums is None and is_whole:
-            self._sums = dk_BTGD.to(self._dtype), dv_BTGD.to(self._dtype)
-            return
-        tokens = slice(start, start + dk_BTGD.shape[1])
-        for total, part in zip(self.result(), (dk_BTGD, dv_BTGD), strict=True):
-            total[rows, tokens].add_(part)

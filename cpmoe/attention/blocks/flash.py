@@ -3,17 +3,19 @@
 Its block function returns the output in 16 bits, so each block of a ring adds a rounding that the Triton
 backend does not have: 2.7e-3 instead of 2.1e-3 in bfloat16, on any number of hops.
 
-Shape letters: B batch, T queries or keys of a block, R packed rows, H query heads, G KV heads, D head dim.
+Shape letters: B batch, T queries or keys of a block, P rectangles of a stack, R packed rows, H query heads,
+G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +25,11 @@ from cpmoe.attention.blocks.accumulators import (
     QueryGradient,
     RunningSoftmax,
     SavedForward,
-    query_rows,
 )
 from cpmoe.attention.reach import Reach
-from cpmoe.attention.rectangles import Kind, Rectangle
+from cpmoe.attention.rectangles import Kind
 from cpmoe.attention.scores import Scores
+from cpmoe.attention.stacks import Stack, TokenRuns
 
 OLDEST, MAX_HEAD_DIM, CAPABILITY = (2, 7), 256, (8, 0)
 # (causal, keys before, keys after) of flash-attn, for as many queries as keys; -1 is no limit.
@@ -39,54 +41,39 @@ MASKS: dict[Kind, tuple[bool, int, int]] = {
 
 
 class _Packed(NamedTuple):
-    """Rectangles of one kind, one batch row each, one after the other."""
+    """Stacks of one kind, one rectangle after the other."""
 
     kind: Kind
-    rectangles: list[Rectangle]
-    query_offsets: list[int]
-    key_offsets: list[int]
-
-    @classmethod
-    def of(cls, kind: Kind, rectangles: Sequence[Rectangle]) -> _Packed:
-        single = [
-            rectangle._replace(batch_start=row, batch_stop=row + 1)
-            for rectangle in rectangles
-            for row in range(rectangle.batch_start, rectangle.batch_stop)
-        ]
-        query_offsets, key_offsets = [0], [0]
-        for rectangle in single:
-            query_offsets.append(query_offsets[-1] + rectangle.q_stop - rectangle.q_start)
-            key_offsets.append(key_offsets[-1] + rectangle.k_stop - rectangle.k_start)
-        return cls(kind, single, query_offsets, key_offsets)
+    stacks: list[Stack]
 
     def sizes(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """(first row of each, queries and keys, int32; longest, queries and keys)"""
-        longest = [
-            max(stop - start for start, stop in pairwise(offsets))
-            for offsets in (self.query_offsets, self.key_offsets)
-        ]
-        query_starts, key_starts = (
-            torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
-            for offsets in (self.query_offsets, self.key_offsets)
-        )
-        return query_starts, key_starts, longest[0], longest[1]
+        """(first row of each rectangle, queries and keys, int32; longest, queries and keys)"""
+        starts, longest = [], []
+        for runs in ([stack.rows for stack in self.stacks], [stack.keys for stack in self.stacks]):
+            lengths = np.repeat([r.length for r in runs], [len(r.start_P) for r in runs])
+            offsets = np.append(0, lengths.cumsum()).astype(np.int32)
+            starts.append(torch.from_numpy(offsets).to(device, non_blocking=True))
+            longest.append(int(lengths.max()))
+        return starts[0], starts[1], longest[0], longest[1]
 
     def queries(self, x_BTHD: Tensor) -> Tensor:
-        return torch.cat([x_BTHD[query_rows(rectangle)][0] for rectangle in self.rectangles])
+        return torch.cat([stack.rows.take(x_BTHD).flatten(0, 1) for stack in self.stacks])
 
     def keys_values(self, block: KeyValueBlock) -> tuple[Tensor, Tensor]:
-        pairs = [block.keys_values(rectangle) for rectangle in self.rectangles]
-        return torch.cat([k[0] for k, _ in pairs]), torch.cat([v[0] for _, v in pairs])
+        pairs = [block.keys_values(stack.keys) for stack in self.stacks]
+        return torch.cat([k.flatten(0, 1) for k, _ in pairs]), torch.cat([v.flatten(0, 1) for _, v in pairs])
 
-    def of_queries(self, x_RHD: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        return self._split(x_RHD, self.query_offsets)
+    def of_queries(self, x_RHD: Tensor) -> Iterator[tuple[Stack, Tensor]]:
+        """Each stack with its own [P, T, ...] of the packed rows."""
+        return self._split(x_RHD, [stack.rows for stack in self.stacks])
 
-    def of_keys(self, x_RGD: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        return self._split(x_RGD, self.key_offsets)
+    def of_keys(self, x_RGD: Tensor) -> Iterator[tuple[Stack, Tensor]]:
+        return self._split(x_RGD, [stack.keys for stack in self.stacks])
 
-    def _split(self, x: Tensor, offsets: list[int]) -> Iterator[tuple[Rectangle, Tensor]]:
-        for rectangle, (start, stop) in zip(self.rectangles, pairwise(offsets), strict=True):
-            yield rectangle, x[None, start:stop]
+    def _split(self, x: Tensor, runs: list[TokenRuns]) -> Iterator[tuple[Stack, Tensor]]:
+        parts = x.split([len(r.start_P) * r.length for r in runs])
+        for stack, r, part in zip(self.stacks, runs, parts, strict=True):
+            yield stack, part.unflatten(0, (-1, r.length))
 
 
 class FlashBlocks:
@@ -126,8 +113,8 @@ class FlashBlocks:
                 softcap=scores.softcap,
             )
             parts = zip(packed.of_queries(out_RHD), packed.of_queries(lse_HR.mT), strict=True)
-            for (rectangle, out), (_, lse) in parts:
-                state.merge(rectangle, out, lse)
+            for (stack, out_PTHD), (_, lse_PTH) in parts:
+                state.merge(stack, out_PTHD, lse_PTH)
 
     def backward(
         self,
@@ -164,11 +151,11 @@ class FlashBlocks:
                 alibi_slopes=None,
                 deterministic=True,
             )
-            for rectangle, dq_BTHD in packed.of_queries(grads[0]):
-                dq.add(rectangle, dq_BTHD)
+            for stack, dq_PTHD in packed.of_queries(grads[0]):
+                dq.add(stack.rows, dq_PTHD)
             parts = zip(packed.of_keys(grads[1]), packed.of_keys(grads[2]), strict=True)
-            for (rectangle, dk_BTGD), (_, dv_BTGD) in parts:
-                dkv.add(rectangle, dk_BTGD, dv_BTGD)
+            for (stack, dk_PTGD), (_, dv_PTGD) in parts:
+                dkv.add(stack.keys, dk_PTGD, dv_PTGD)
 
 
 def _missing() -> str | None:
@@ -181,11 +168,9 @@ def _missing() -> str | None:
 
 
 def _calls(reach: Reach) -> list[_Packed]:
-    """Rectangles that open rows first, as the plan has them, and then by kind."""
+    """One for each kind of the stacks that open rows, which come first, and of the others."""
 
-    def key(rectangle: Rectangle) -> tuple[bool, Kind]:
-        return not rectangle.opens, rectangle.kind
+    def key(stack: Stack) -> tuple[bool, Kind]:
+        return not stack.opens, stack.kind
 
-    return [
-        _Packed.of(kind, list(group)) for (_, kind), group in groupby(sorted(reach.rectangles, key=key), key)
-    ]
+    return [_Packed(kind, list(group)) for (_, kind), group in groupby(sorted(reach.stacks, key=key), key)]

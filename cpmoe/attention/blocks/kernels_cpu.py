@@ -17,25 +17,27 @@ import torch
 from torch import Tensor
 
 from cpmoe.attention.blocks.accumulators import accumulation_dtype, merge_
-from cpmoe.attention.rectangles import Kind, Rectangle
+from cpmoe.attention.rectangles import Kind
+from cpmoe.attention.stacks import Stack
 
 # Diagonal blocks are at least this long and, but for a remainder, shorter than twice this.
 DIAGONAL = 128
 
 
-def even_pieces(rectangle: Rectangle) -> tuple[Rectangle, ...]:
-    """A triangle as one that halves evenly and two for the rows or keys left over; others as they are."""
-    length = rectangle.q_stop - rectangle.q_start
-    rest = 0 if rectangle.kind == "full" else length % (1 << _halvings(length))
+def even_pieces(stack: Stack) -> tuple[Stack, ...]:
+    """Triangles as ones that halve evenly and two for the rows or keys left over; others as they are."""
+    rows, keys, length = stack.rows, stack.keys, stack.rows.length
+    rest = 0 if stack.kind == "full" else length % (1 << _halvings(length))
     if rest == 0:
-        return (rectangle,)
-    q_cut, k_cut = rectangle.q_stop - rest, rectangle.k_stop - rest
-    main = rectangle._replace(q_stop=q_cut, k_stop=k_cut)
-    if rectangle.kind == "causal":
-        beside = rectangle._replace(q_start=q_cut, k_stop=k_cut, kind="full")
-        return main, beside, rectangle._replace(q_start=q_cut, k_start=k_cut, opens=False)
-    beside = rectangle._replace(q_stop=q_cut, k_start=k_cut, kind="full", opens=False)
-    return main, beside, rectangle._replace(q_start=q_cut, k_start=k_cut)
+        return (stack,)
+    even = length - rest
+    main = Stack(stack.kind, stack.opens, rows.part(0, even), keys.part(0, even))
+    last_rows, last_keys = rows.part(even, rest), keys.part(even, rest)
+    if stack.kind == "causal":
+        beside = Stack("full", stack.opens, last_rows, main.keys)
+        return main, beside, Stack("causal", False, last_rows, last_keys)
+    beside = Stack("full", False, main.rows, last_keys)
+    return main, beside, Stack("edge", stack.opens, last_rows, last_keys)
 
 
 def forward(

@@ -17,7 +17,6 @@ from cpmoe.attention.blocks.accumulators import (
     RunningSoftmax,
     SavedForward,
     accumulation_dtype,
-    query_rows,
 )
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.rectangles import Kind
@@ -37,14 +36,14 @@ class ReferenceBlocks:
         scores: Scores,
     ) -> None:
         dtype = accumulation_dtype(q_BTHD.dtype)
-        for rectangle in reach.rectangles:
-            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
-            q_BTGRD = _grouped(q_BTHD[query_rows(rectangle)].to(dtype), k_BUGD.shape[2])
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scores, rectangle.kind)
+        for stack in reach.stacks:
+            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(stack.keys))
+            q_BTGRD = _grouped(stack.rows.take(q_BTHD).to(dtype), k_BUGD.shape[2])
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, scores, stack.kind)
             lse_BGRT = torch.logsumexp(scores_BGRTU, dim=-1)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             out_BTGRD = torch.einsum("bgrtu,bugd->btgrd", probs_BGRTU, v_BUGD)
-            state.merge(rectangle, out_BTGRD.flatten(2, 3), lse_BGRT.flatten(1, 2).transpose(1, 2))
+            state.merge(stack, out_BTGRD.flatten(2, 3), lse_BGRT.flatten(1, 2).transpose(1, 2))
 
     def backward(
         self,
@@ -55,15 +54,16 @@ class ReferenceBlocks:
         dkv: KeyValueGradient,
     ) -> None:
         dtype = saved.lse_BTH.dtype
-        for rectangle in reach.rectangles:
-            rows = query_rows(rectangle)
-            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(rectangle))
+        of_queries = saved.q_BTHD, saved.grad_out_BTHD, saved.lse_BTH, saved.delta_BTH
+        for stack in reach.stacks:
+            k_BUGD, v_BUGD = (x.to(dtype) for x in block.keys_values(stack.keys))
             num_kv_heads = k_BUGD.shape[2]
-            q_BTGRD = _grouped(saved.q_BTHD[rows].to(dtype), num_kv_heads)
-            grad_out_BTGRD = _grouped(saved.grad_out_BTHD[rows].to(dtype), num_kv_heads)
-            lse_BGRT = saved.lse_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
-            delta_BGRT = saved.delta_BTH[rows].transpose(1, 2).unflatten(1, (num_kv_heads, -1))
-            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scores, rectangle.kind)
+            q_BTHD, grad_out_BTHD, lse_BTH, delta_BTH = map(stack.rows.take, of_queries)
+            q_BTGRD, grad_out_BTGRD = (_grouped(x.to(dtype), num_kv_heads) for x in (q_BTHD, grad_out_BTHD))
+            lse_BGRT, delta_BGRT = (
+                x.transpose(1, 2).unflatten(1, (num_kv_heads, -1)) for x in (lse_BTH, delta_BTH)
+            )
+            scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scores, stack.kind)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             dprobs_BGRTU = torch.einsum("btgrd,bugd->bgrtu", grad_out_BTGRD, v_BUGD)
             dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scores.scale
@@ -71,9 +71,9 @@ class ReferenceBlocks:
                 # d tanh(x) = 1 − tanh(x)²; a hidden score is -inf and its probability 0.
                 slope_BGRTU = 1 - (scores_BGRTU / saved.scores.softcap).square()
                 dscores_BGRTU *= slope_BGRTU.masked_fill_(scores_BGRTU == -torch.inf, 0.0)
-            dq.add(rectangle, torch.einsum("bgrtu,bugd->btgrd", dscores_BGRTU, k_BUGD).flatten(2, 3))
+            dq.add(stack.rows, torch.einsum("bgrtu,bugd->btgrd", dscores_BGRTU, k_BUGD).flatten(2, 3))
             dkv.add(
-                rectangle,
+                stack.keys,
                 torch.einsum("bgrtu,btgrd->bugd", dscores_BGRTU, q_BTGRD),
                 torch.einsum("bgrtu,btgrd->bugd", probs_BGRTU, grad_out_BTGRD),
             )

@@ -3,14 +3,16 @@
 CPU: the flash kernel. CUDA: the flash kernel for 16-bit inputs, else the memory-efficient one. Every kernel's
 backward takes the *global* output and logsumexp.
 
-Shape letters: B batch, T queries or keys of a block, H query heads, G KV heads, D head dim.
+Shape letters: B batch, T queries or keys of a block, P rectangles of a stack, H query heads, G KV heads, D
+head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,11 +24,10 @@ from cpmoe.attention.blocks.accumulators import (
     QueryGradient,
     RunningSoftmax,
     SavedForward,
-    query_rows,
 )
 from cpmoe.attention.reach import Reach
-from cpmoe.attention.rectangles import Rectangle
 from cpmoe.attention.scores import Scores
+from cpmoe.attention.stacks import Stack
 
 FLASH_MAX_HEAD_DIM = 256
 FLASH_CAPABILITY = (8, 0)
@@ -69,11 +70,10 @@ class SdpaBlocks:
         scores: Scores,
     ) -> None:
         kernel = _kernel(q_BTHD)
-        for rectangle in _pieces(reach.rectangles, q_BTHD):
-            k_BTGD, v_BTGD = (_rows_last(x) for x in block.keys_values(rectangle))
-            q_rows_BTHD = _rows_last(q_BTHD[query_rows(rectangle)])
-            out_BTHD, lse_BTH = kernel.forward(q_rows_BTHD, k_BTGD, v_BTGD, rectangle.kind, scores.scale)
-            state.merge(rectangle, out_BTHD, lse_BTH)
+        for stack in _pieces(reach, q_BTHD):
+            inputs = stack.rows.take(q_BTHD), *block.keys_values(stack.keys)
+            q_PTHD, k_PTGD, v_PTGD = map(_rows_last, inputs)
+            state.merge(stack, *kernel.forward(q_PTHD, k_PTGD, v_PTGD, stack.kind, scores.scale))
 
     def backward(
         self,
@@ -84,21 +84,18 @@ class SdpaBlocks:
         dkv: KeyValueGradient,
     ) -> None:
         kernel = _kernel(saved.q_BTHD)
-        for rectangle in _pieces(reach.rectangles, saved.q_BTHD):
-            rows = query_rows(rectangle)
-            k_BTGD, v_BTGD = (_rows_last(x) for x in block.keys_values(rectangle))
-            dq_BTHD, dk_BTGD, dv_BTGD = kernel.backward(
-                _rows_last(saved.grad_out_BTHD[rows]),
-                _rows_last(saved.q_BTHD[rows]),
-                k_BTGD,
-                v_BTGD,
-                _rows_last(saved.out_BTHD[rows]),
-                saved.lse_BTH[rows],
-                rectangle.kind,
+        of_queries = saved.grad_out_BTHD, saved.q_BTHD, saved.out_BTHD, saved.lse_BTH
+        for stack in _pieces(reach, saved.q_BTHD):
+            grad_out_PTHD, q_PTHD, out_PTHD, lse_PTH = map(stack.rows.take, of_queries)
+            k_PTGD, v_PTGD = block.keys_values(stack.keys)
+            dq_PTHD, dk_PTGD, dv_PTGD = kernel.backward(
+                *map(_rows_last, (grad_out_PTHD, q_PTHD, k_PTGD, v_PTGD, out_PTHD)),
+                lse_PTH,
+                stack.kind,
                 saved.scores.scale,
             )
-            dq.add(rectangle, dq_BTHD)
-            dkv.add(rectangle, dk_BTGD, dv_BTGD)
+            dq.add(stack.rows, dq_PTHD)
+            dkv.add(stack.keys, dk_PTGD, dv_PTGD)
 
 
 def _kernel(q_BTHD: Tensor) -> Kernel:
@@ -110,10 +107,16 @@ def _kernel(q_BTHD: Tensor) -> Kernel:
     return CUDA_FLASH if is_16_bit and fits and is_new else CUDA_EFFICIENT
 
 
-def _pieces(rectangles: Sequence[Rectangle], q_BTHD: Tensor) -> Iterable[Rectangle]:
+_even_pieces: WeakKeyDictionary[Reach, tuple[Stack, ...]] = WeakKeyDictionary()
+
+
+def _pieces(reach: Reach, q_BTHD: Tensor) -> tuple[Stack, ...]:
+    """What the kernels of the device take; once for all layers of a plan."""
     if q_BTHD.is_cuda:
-        return rectangles
-    return chain.from_iterable(map(kernels_cpu.even_pieces, rectangles))
+        return reach.stacks
+    if reach not in _even_pieces:
+        _even_pieces[reach] = tuple(chain.from_iterable(map(kernels_cpu.even_pieces, reach.stacks)))
+    return _even_pieces[reach]
 
 
 def _rows_last(x_BTHD: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def draw_layouts(folder: Path) -> list[Path]:
 
 
 def _seconds_to_plan(layout: str) -> float:
-    """Until a backend that takes spans can start with any hop; one that takes rectangles, but in striped."""
+    """Until a backend, of spans or of stacks of rectangles, can start with any hop."""
     cuts = np.random.default_rng(0).choice(np.arange(1, MILLION), DOCUMENTS - 1, replace=False)
     starts_S = torch.zeros(1, MILLION, dtype=torch.int64)
     starts_S[0, torch.from_numpy(cuts)] = 1
@@ -81,8 +81,7 @@ def _seconds_to_plan(layout: str) -> float:
         for hop in plan.hops:
             tokens = hop.fetch.receive if isinstance(hop, RemoteHop) else plan.all_tokens
             spans_of_reach(hop.reach, tokens)
-            if layout != "striped":
-                assert hop.rectangles or isinstance(hop, RemoteHop)
+            assert hop.reach.stacks or isinstance(hop, RemoteHop)
         seconds.append(time.perf_counter() - start)
     return median(seconds)
 
