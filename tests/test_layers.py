@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Bottom first; a package imports itself and what stands before it in another row.
 LAYERS = (
     {"config"},
-    {"parallel"},
+    {"parallel", "kernels"},
     {"attention", "moe", "data", "coschedule"},
     {"model"},
     {"checkpoint"},

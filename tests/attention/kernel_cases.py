@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpmoe.attention.blocks.triton.configs import architecture_of
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
+from cpmoe.kernels.architectures import architecture_of
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_what_backends_lack_is_what_they_refuse(monkeypatch):
     monkeypatch.setattr(flash, "_missing", lambda: None)
     monkeypatch.setattr(triton, "architecture_of", lambda device: "sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "no_kernels", lambda device: None)
     q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Attention kernels: compiled ahead for every architecture (--compile), or timed on a GPU (--device cuda).
+"""Triton kernels: compiled ahead for every architecture (--compile), or timed on a GPU (--device cuda).
 
 --compile needs no GPU: every default configuration is compiled for sm_80, sm_90, sm_100 and gfx942, and
 registers, shared memory, spills and the matrix instruction are read from the binary.
@@ -12,22 +12,43 @@ import argparse
 import importlib
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cpmoe.attention.blocks.triton.catalog import Entry, entries, launch_of
+from cpmoe.attention.blocks.triton import catalog as attention
 from cpmoe.cli.bench.report import conditions, report
+from cpmoe.kernels.architectures import Compiled
 
 if TYPE_CHECKING:
-    from cpmoe.attention.blocks.triton.compile import Resources
+    from cpmoe.kernels.compile import Resources
+    from cpmoe.kernels.launch import Launch
 
 PROCESSES = 2
-# What 16-bit products of head size 64 and 128 must run on.
-WANTED = {"sm_90": "wgmma", "sm_100": "tcgen05.mma"}
-WANTED_SIZES = (64, 128)
+CATALOGS = (attention,)
+MATRIX_UNIT: dict[Compiled, str] = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma",
+    "sm_100": "tcgen05.mma",
+    "gfx942": "v_mfma",
+}
+
+
+class Entry(Protocol):
+    """A kernel in a default configuration; a catalog is a module whose `entries()` yields these."""
+
+    @property
+    def architecture(self) -> Any: ...
+    @property
+    def needs_matrix_unit(self) -> bool: ...
+    def launch(self) -> Launch: ...
+
+
+def entries() -> Iterator[Entry]:
+    for catalog in CATALOGS:
+        yield from catalog.entries()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +85,7 @@ def report_compiled(compiled: dict[Entry, Resources], json_path: str | Path | No
         for entry, used in compiled.items()
     ]
     return report(
-        "attention kernels, compiled ahead in their default configurations",
+        "kernels, compiled ahead in their default configurations",
         figures,
         conditions(triton=metadata.version("triton")),
         rows,
@@ -74,8 +95,7 @@ def report_compiled(compiled: dict[Entry, Resources], json_path: str | Path | No
 
 
 def _misses_tensor_core(entry: Entry, used: Resources) -> bool:
-    is_wanted = entry.dtype.itemsize == 2 and {entry.size_qk, entry.size_v} <= set(WANTED_SIZES)
-    return is_wanted and used.matrix_instruction != WANTED.get(entry.architecture, used.matrix_instruction)
+    return entry.needs_matrix_unit and used.matrix_instruction != MATRIX_UNIT[entry.architecture]
 
 
 def _leave_the_interpreter() -> None:
@@ -84,6 +104,6 @@ def _leave_the_interpreter() -> None:
 
 
 def _compile(entry: Entry) -> Resources:
-    from cpmoe.attention.blocks.triton.compile import compile_launch
+    from cpmoe.kernels.compile import compile_launch
 
-    return compile_launch(launch_of(entry), entry.architecture)
+    return compile_launch(entry.launch(), entry.architecture)

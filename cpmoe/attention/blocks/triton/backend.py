@@ -5,8 +5,6 @@ Shape letters: B batch, T queries, U keys, H query heads, G KV heads, D head dim
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -22,21 +20,17 @@ from cpmoe.attention.blocks.accumulators import (
     RunningSoftmax,
     SavedForward,
 )
-from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, architecture_of, max_width
+from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, max_width
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import spans_of_reach
+from cpmoe.kernels.architectures import architecture_of, no_kernels
 
 if TYPE_CHECKING:
     from cpmoe.attention.blocks.triton.launch import Problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU; decided before they are first imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -46,13 +40,9 @@ class TritonBlocks:
     float32: Literal["ieee", "tf32"] = "ieee"
 
     def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
-        device = q_BTHD.device.type
-        if device != ("cpu" if interpreted() else "cuda"):
-            return (
-                f"device {device} has no Triton kernels (cuda has, and cpu where TRITON_INTERPRET=1 was set)"
-            )
+        missing = no_kernels(q_BTHD.device)
+        if missing is not None:
+            return missing
         if q_BTHD.dtype not in DTYPES:
             return f"{q_BTHD.dtype} is not one of bfloat16, float16, float32"
         widest = max_width(architecture_of(q_BTHD.device), q_BTHD.dtype)

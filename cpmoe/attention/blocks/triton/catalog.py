@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, Architecture, KernelName
+from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, KernelName
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
+from cpmoe.kernels.architectures import COMPILED, Architecture
 
 if TYPE_CHECKING:
-    from cpmoe.attention.blocks.triton.launch import Launch
+    from cpmoe.kernels.launch import Launch
 
-ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkv")
 HEAD_SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS = 256, 8, 2
@@ -33,6 +33,15 @@ class Entry(NamedTuple):
     precision: str
     softcap: bool
 
+    @property
+    def needs_matrix_unit(self) -> bool:
+        """Whether it must run on the matrix units: 16-bit products of the common head sizes."""
+        return self.dtype.itemsize == 2 and {self.size_qk, self.size_v} <= {64, 128}
+
+    def launch(self) -> Launch:
+        """Its call, on tensors without storage; for a process without TRITON_INTERPRET."""
+        return _launch(self)
+
     def __str__(self) -> str:
         sizes = f"{self.size_qk}" if self.size_qk == self.size_v else f"{self.size_qk}/{self.size_v}"
         kind = "bfloat16" if self.dtype == torch.bfloat16 else f"float32 {self.precision}"
@@ -41,15 +50,14 @@ class Entry(NamedTuple):
 
 def entries() -> Iterator[Entry]:
     """bfloat16 stands for float16, which compiles alike; float32 has heads of up to 64 only."""
-    for architecture, kernel in product(ARCHITECTURES, KERNELS):
+    for architecture, kernel in product(COMPILED, KERNELS):
         for sizes, softcap in product(HEAD_SIZES, (False, True)):
             yield Entry(kernel, architecture, torch.bfloat16, *sizes, "ieee", softcap)
         for precision in ("ieee", "tf32"):
             yield Entry(kernel, architecture, torch.float32, 64, 64, precision, False)
 
 
-def launch_of(entry: Entry) -> Launch:
-    """The entry's call, on tensors without storage; for a process without TRITON_INTERPRET."""
+def _launch(entry: Entry) -> Launch:
     from cpmoe.attention.blocks.triton.launch import Problem
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

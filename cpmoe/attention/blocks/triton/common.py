@@ -11,32 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cpmoe.kernels.products import wide
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-
-
-@triton.jit
-def product(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a · b in float32. UPCAST: the interpreter's bfloat16 product is wrong."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def add_product(total, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """total + a · b in float32."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
-
-
-@triton.jit
-def wide(x):
-    """A scalar in 64 bits; in the interpreter a loop's variable is a plain number."""
-    return tl.full([], 1, tl.int64) * x
 
 
 @triton.jit

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from cpmoe.kernels.architectures import Architecture
+
 KernelName = Literal["forward", "dq", "dkv"]
-Architecture = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
 
 
 class Tiles(NamedTuple):
@@ -137,13 +138,3 @@ WITH_DESCRIPTORS = ("sm_90", "sm_100")
 def max_width(architecture: Architecture, dtype: torch.dtype) -> int:
     """The widest heads there are entries for."""
     return 64 if dtype == torch.float32 and architecture != "interpreter" else 256
-
-
-def architecture_of(device: torch.device) -> Architecture:
-    """The table's row for a device: sm_80's, which asks least, for NVIDIA devices that have none."""
-    if device.type != "cuda":
-        return "interpreter"
-    if torch.version.hip is not None:
-        return "gfx942"
-    capability = torch.cuda.get_device_capability(device)
-    return {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "sm_80")  # type: ignore[return-value]

@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 
 from cpmoe.attention.blocks.triton.common import (
-    add_product,
     load_bounds,
     load_rows,
     load_tile,
-    product,
     sees,
     tanh,
-    wide,
 )
+from cpmoe.kernels.products import add_product, product, wide
 
 
 @triton.jit

@@ -13,36 +13,18 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cpmoe.attention.blocks.triton.configs import ROWS, Architecture, KernelName, Tiles, tiles_for
+from cpmoe.attention.blocks.triton.configs import ROWS, KernelName, Tiles, tiles_for
 from cpmoe.attention.blocks.triton.forward import forward_kernel
 from cpmoe.attention.blocks.triton.key_gradient import dkv_kernel
 from cpmoe.attention.blocks.triton.query_gradient import dq_kernel, rows_kernel
 from cpmoe.attention.blocks.triton.tiles import TileLists, bounds_tensor, tile_lists
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
+from cpmoe.kernels.architectures import Architecture
+from cpmoe.kernels.launch import Launch
 
 # Which query heads of one KV head share a tile: enough for the tiles of short documents to be full.
 MAX_PACK = 4
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel call. `arguments` and `constants` together are the kernel's parameters."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    tiles: Tiles
-
-    def run(self) -> None:
-        if 0 not in self.grid:
-            self.kernel[self.grid](
-                **self.arguments,
-                **self.constants,
-                num_warps=self.tiles.num_warps,
-                num_stages=self.tiles.num_stages,
-            )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cpmoe.attention.blocks.triton.configs import Architecture
-from cpmoe.attention.blocks.triton.launch import Launch
+from cpmoe.kernels.architectures import Architecture
+from cpmoe.kernels.launch import Launch
 
 TARGETS: dict[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),

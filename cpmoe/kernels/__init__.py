@@ -1,0 +1,1 @@
+"""What Triton kernels of any package share: architectures, calls, products, and compiling ahead."""
