@@ -60,14 +60,17 @@ class ExpertsConfig(Block):
 class CoscheduleConfig(Block):
     """How a micro-batch is sliced and its phases ordered.
 
-    policy  serial: one phase after the other; overlap: the phases of two slices interleave
-    slices  batch: two halves of a rank's sequences; causal: two halves of every sequence, the second of
-            which attends to both; none: one slice, which has nothing to overlap with; auto: where the
-            policy is overlap, batch if a micro-batch has two or more sequences, else causal
+    policy       serial: one phase after the other; overlap: the phases of two slices interleave; auto: the
+                 first steps are measured, unsliced in serial and sliced in overlap, and the faster one stays
+    slices       batch: two halves of a rank's sequences; causal: two halves of every sequence, the second of
+                 which attends to both; none: one slice, which has nothing to overlap with; auto: unless the
+                 policy is serial, batch if a micro-batch has two or more sequences, else causal
+    measurement  the coschedule.json of another run, whose choice "auto" takes
     """
 
-    policy: Literal["serial", "overlap"] = "serial"
+    policy: Literal["auto", "serial", "overlap"] = "auto"
     slices: Literal["auto", "batch", "causal", "none"] = "auto"
+    measurement: str | None = None
 
 
 class GroupOptions(Block):

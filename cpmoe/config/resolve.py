@@ -13,6 +13,7 @@ from cpmoe.config import autos, checks
 from cpmoe.config.batch import BatchEquation, BatchSizes, solve
 from cpmoe.config.deepspeed import CpmoeConfig, DeepSpeedConfig
 from cpmoe.config.errors import ConfigError, Problem, raise_if_any
+from cpmoe.config.policy import choose_policy, conditions_of
 from cpmoe.config.recipe import DataConfig, Recipe
 from cpmoe.config.refused import take_refused
 from cpmoe.config.settings import Settings, apply_overrides, read_deepspeed, read_recipe
@@ -48,8 +49,18 @@ class RunConfig:
 
     @property
     def slicing(self) -> str:
-        """How a micro-batch is cut: none, batch or causal."""
+        """How a micro-batch is cut: none, batch or causal; where the policy is auto, in overlap."""
         return self.cpmoe.coschedule.slices
+
+    @property
+    def policy(self) -> str:
+        """serial, overlap, or auto where the first steps are measured."""
+        return self.cpmoe.coschedule.policy
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a measurement of the policies depends on."""
+        return conditions_of(self.recipe, self.cpmoe, self.batch.world_size, self.zero_stage, self.dtype)
 
     def recipe_tree(self) -> dict[str, Any]:
         """The resolved recipe as plain data; with `json_tree` beside it, it loads as the same run."""
@@ -172,6 +183,14 @@ def resolve(
     micro, accumulation, total = solution
     train = recipe.train.model_copy(update={"micro_batch_size": micro, "global_batch_size": total})
     recipe = recipe.model_copy(update={"train": train})
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if config.bf16.enabled else "float32"
+    cpmoe = _with_coschedule(cpmoe, slices=slicing)
+    policy = choose_policy(cpmoe, conditions_of(recipe, cpmoe, world_size, stage, dtype))
+    if isinstance(policy, Problem):
+        raise ConfigError([locate(policy)])
+    if policy != cpmoe.coschedule.policy:
+        slicing = "none" if policy == "serial" else slicing
+        cpmoe = _with_coschedule(cpmoe, policy=policy, slices=slicing, measurement=None)
     chunks = checks.shard_chunks(cpmoe) * (2 if slicing == "causal" else 1)
     batch = BatchEquation(
         world_size=world_size,
@@ -184,14 +203,12 @@ def resolve(
         seq_len=recipe.data.seq_len,
         padded_seq_len=-(-recipe.data.seq_len // chunks) * chunks,
     )
-    coschedule = cpmoe.coschedule.model_copy(update={"slices": slicing})
-    cpmoe = cpmoe.model_copy(update={"coschedule": coschedule})
     return RunConfig(
         recipe=recipe,
         cpmoe=cpmoe,
         deepspeed=_deepspeed_dict(config, recipe, batch),
         batch=batch,
-        dtype="bfloat16" if config.bf16.enabled else "float32",
+        dtype=dtype,
         zero_stage=stage,
         gradient_clipping=recipe.optim.max_grad_norm,
     )
@@ -247,6 +264,10 @@ def _deepspeed_dict(config: DeepSpeedConfig, recipe: Recipe, batch: BatchEquatio
     if offload and offload.device != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False
     return resolved
+
+
+def _with_coschedule(cpmoe: CpmoeConfig, **changes: str | None) -> CpmoeConfig:
+    return cpmoe.model_copy(update={"coschedule": cpmoe.coschedule.model_copy(update=changes)})
 
 
 def _put(tree: dict, path: str, value: Any) -> None:

@@ -90,7 +90,8 @@ def build_model(run: RunConfig, groups: Groups) -> CausalLM:
             attention_backend=run.cpmoe.attention.backend,
             attention_dkv_dtype=run.cpmoe.attention.dkv_dtype,
             experts=run.cpmoe.experts,
-            coschedule_policy=run.cpmoe.coschedule.policy,
+            # Of one slice the schedule is serial in any case.
+            coschedule_policy="serial" if run.policy == "serial" else "overlap",
             recompute=recipe.train.recompute,
             loss_chunk_tokens=recipe.train.loss_chunk_tokens,
         ),

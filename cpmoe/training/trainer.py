@@ -30,6 +30,7 @@ from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
+from cpmoe.training.policy import StepPolicies
 from cpmoe.training.run_folder import claim_folder, write_run_files
 from cpmoe.training.stop import StopRequest
 from cpmoe.training.tracing import gather_trace, start_trace, write_trace
@@ -55,6 +56,7 @@ class Trainer:
         self.stop_request: StopRequest | None = None
         self.stopping = False  # agreed on by all ranks
         self.resume()
+        self.policies = StepPolicies(run, self.groups, self.folder, device)
         with fail_together(ValueError):
             self.writer = self._build_writer()
 
@@ -221,15 +223,18 @@ class Trainer:
     def _one_step(self) -> None:
         comm_clock.take()
         start = time.perf_counter()
-        micro_batches = [self._shards(batch, self.run.slicing) for batch in self.stream.next_step()]
-        data_seconds = time.perf_counter() - start
-        scale = self._loss_scale(micro_batches)
-        lr = self.engine.lr
-        trace = start_trace(self.device) if self.step + 1 in self.recipe.train.trace_steps else None
-        outputs = [self.engine.micro_step(slices, scale, trace) for slices in micro_batches]
-        sums = self._reduce(outputs, scale)
-        self._check_finite(sums, micro_batches, scale)
-        grad_norm = self.engine.step()
+        batches = self.stream.next_step()
+        is_traced = self.step + 1 in self.recipe.train.trace_steps
+        with self.policies.step(self.step + 1, counts=not is_traced) as (policy, slicing):
+            micro_batches = [self._shards(batch, slicing) for batch in batches]
+            data_seconds = time.perf_counter() - start
+            scale = self._loss_scale(micro_batches)
+            lr = self.engine.lr
+            trace = start_trace(self.device) if is_traced else None
+            outputs = [self.engine.micro_step(slices, scale, trace) for slices in micro_batches]
+            sums = self._reduce(outputs, scale)
+            self._check_finite(sums, micro_batches, scale)
+            grad_norm = self.engine.step()
         self.watch.clear()
         self.step += 1
         self.tokens_seen += scale.num_tokens
@@ -237,7 +242,7 @@ class Trainer:
         comm_exposed_seconds = comm_clock.take()
         seconds = time.perf_counter() - start
         if trace is not None:
-            self._write_trace(trace)
+            self._write_trace(trace, f"step {self.step}, policy {policy}, slices {slicing}")
         if self.writer is None:
             return
         counts_LE = torch.stack([output.counts_LE for output in outputs]).sum(0)
@@ -267,10 +272,9 @@ class Trainer:
         every = self.recipe.train.log_every
         self.writer.step(metrics, show=self.step % every == 0 or self.step in (1, self.recipe.train.steps))
 
-    def _write_trace(self, trace: PhaseTrace) -> None:
+    def _write_trace(self, trace: PhaseTrace, title: str) -> None:
         ranks = gather_trace(trace)
         if self.writer is not None:
-            title = f"step {self.step}, policy {self.run.cpmoe.coschedule.policy}, slices {self.run.slicing}"
             self.writer.trace(self.step, write_trace(self.folder, self.step, ranks, title))
 
     def _loss_scale(self, micro_batches: list[tuple[SequenceShard, ...]]) -> LossScale:

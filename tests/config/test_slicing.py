@@ -25,6 +25,8 @@ def choose(policy: str, slices: str, micro: int, seq_len: int = 64, ep: int = 2)
         ("overlap", "auto", 1, 64, "causal"),
         ("overlap", "auto", 1, 8, "causal"),
         ("overlap", "auto", 1, 7, "none"),
+        ("auto", "auto", 2, 64, "batch"),
+        ("auto", "auto", 1, 64, "causal"),
         ("serial", "causal", 2, 64, "causal"),
         ("overlap", "causal", 4, 8, "causal"),
         ("overlap", "none", 2, 64, "none"),
