@@ -78,10 +78,11 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
 
     from cpmoe.training.engine import init_distributed
     from cpmoe.training.guard import NonFiniteError
+    from cpmoe.training.hang import whereabouts
     from cpmoe.training.trainer import Trainer
 
     start = time.perf_counter()
-    device = init_distributed()
+    device = init_distributed(run.recipe.train.hang_timeout)
     leads = dist.get_rank() == 0
     if leads:
         print(run.batch.describe(), flush=True)
@@ -98,7 +99,8 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
         if not any(words in str(error) for words in LOST_RANK):
             raise
         told = "lost another rank, which was killed or says itself why it ended; the same command continues"
-        tell(RuntimeError(f"{told} from the last checkpoint in {run.recipe.train.out_dir}"), dist.get_rank())
+        told += f" from the last checkpoint in {run.recipe.train.out_dir}; it was lost {whereabouts()}"
+        tell(RuntimeError(told), dist.get_rank())
         return 1
     dist.destroy_process_group()
     return 0

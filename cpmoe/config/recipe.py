@@ -186,6 +186,9 @@ class TrainConfig(Block):
     """full keeps each block's input only and computes the block again in backward."""
     loss_chunk_tokens: Count = 1024
     """Tokens whose logits exist at one time in the cross entropy."""
+    hang_timeout: NonNegative = 300.0
+    """Seconds without any progress after which a rank says where it stands and ends the run; 0 waits on.
+    Writing a checkpoint may take longer."""
     trace_steps: Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list)] = ()
     """Steps of which out_dir/traces gets a Chrome trace and a picture: which rank did what when."""
 

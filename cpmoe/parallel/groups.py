@@ -6,6 +6,7 @@ only on groups of their own.
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +59,16 @@ class Groups:
     expert_within: ProcessGroup | None = None
 
 
-def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = None) -> Groups:
+def create_groups(
+    grid: RankGrid,
+    options: dict[str, dict[str, Any]] | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> Groups:
     """Creates every group. All ranks of the default group call it, with the same arguments.
 
     `options` maps a kind to {"is_high_priority_stream": bool, "max_ctas": int, "min_ctas": int}; they
-    apply to NCCL and are ignored on gloo. Raises ValueError where the grid does not fit the world.
+    apply to NCCL and are ignored on gloo. A collective fails after `timeout` (by default torch's). Raises
+    ValueError where the grid does not fit the world.
     """
     if dist.get_world_size() != grid.world_size:
         raise ValueError(
@@ -87,7 +93,7 @@ def create_groups(grid: RankGrid, options: dict[str, dict[str, Any]] | None = No
                 continue
             # Every rank calls new_group for every list, its own or not: the calls are collective.
             pg_options = _nccl_options((options or {}).get(kind))
-            group = dist.new_group(ranks, pg_options=pg_options, group_desc=kind)
+            group = dist.new_group(ranks, timeout, pg_options=pg_options, group_desc=kind)
             if rank in ranks:
                 mine[kind] = group
     return Groups(grid=grid, rank=rank, **mine)

@@ -30,7 +30,8 @@ class Progress:
     """The place of one process; there is one for all of it, like its main thread.
 
     step   optimizer step, 1-based
-    doing  what the training loop does, "" where it does nothing that has to end soon
+    doing  what the training loop does, "" where that may take as long as it likes
+    phase  of a schedule, in forward; None outside
     beats  grows with whatever gets done
     """
 
@@ -38,9 +39,14 @@ class Progress:
         self.step = 0
         self.doing = ""
         self.beats = 0
-        self._phase: Any = None
+        self.phase: Any = None
         self._phases: list[Any] = []
         self._numbers: list[int] = []
+
+    def begin(self, doing: str) -> None:
+        """The loop does `doing` from now on."""
+        self.doing = doing
+        self.beats += 1
 
     def begin_forward(self) -> None:
         """Forgets the phases of the forward before."""
@@ -49,19 +55,19 @@ class Progress:
     def enter(self, phase: Any) -> None:
         """`phase` begins on this thread, in forward."""
         self.beats += 1
-        self._phase = phase
+        self.phase = phase
         if torch._C._current_autograd_node() is None:  # else it runs again, in backward
             self._phases.append(phase)
             self._numbers.append(torch._C._autograd._get_sequence_nr())
 
     def leave(self) -> None:
-        self._phase = None
+        self.phase = None
 
     def place(self) -> Place:
         """Where the calling thread is, which runs the forward or the backward of the model."""
         node = torch._C._current_autograd_node()
-        if node is None or self._phase is not None:
-            return Place(self._phase, False, node is not None)
+        if node is None or self.phase is not None:
+            return Place(self.phase, False, node is not None)
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return Place(self._phases[at] if at >= 0 else None, True)
 

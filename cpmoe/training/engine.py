@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import copy
+import datetime
 import os
 import warnings
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from cpmoe.model.transformer import (
 )
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups, create_groups
+from cpmoe.parallel.progress import progress
 from cpmoe.training.hooks import check_private_hooks, skip_shared_memory_op, tag_experts
 from cpmoe.training.optimizer import RecipeSchedule, build_optimizer, parameter_groups
 
@@ -45,10 +47,11 @@ CLIP_EPS = 1e-6
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def init_distributed() -> torch.device:
+def init_distributed(hang_timeout: float = 0.0) -> torch.device:
     """Joins the run that the launcher started and returns this rank's device.
 
-    NCCL on CUDA, gloo on CPU. Rank and address come from the launcher's environment variables.
+    NCCL on CUDA, gloo on CPU. Rank and address come from the launcher's environment variables. Collectives
+    fail by themselves only long after `hang_timeout` seconds.
     """
     skip_shared_memory_op()
     # DeepSpeed's own calls; nothing that the reader of a run could change.
@@ -57,7 +60,10 @@ def init_distributed() -> torch.device:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(
-        dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False
+        dist_backend="nccl" if cuda else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=_collective_timeout(hang_timeout),
     )
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -76,7 +82,13 @@ def build_grid(run: RunConfig) -> RankGrid:
 
 def build_groups(run: RunConfig) -> Groups:
     """Creates the run's process groups; collective."""
-    return create_groups(build_grid(run), run.cpmoe.communication.options())
+    timeout = _collective_timeout(run.recipe.train.hang_timeout)
+    return create_groups(build_grid(run), run.cpmoe.communication.options(), timeout)
+
+
+def _collective_timeout(hang_timeout: float) -> datetime.timedelta:
+    """When torch's own, less telling, end of a collective comes: after that of `HangWatch`."""
+    return max(datetime.timedelta(minutes=10), datetime.timedelta(seconds=2 * hang_timeout))
 
 
 def build_model(run: RunConfig, groups: Groups) -> CausalLM:
@@ -154,6 +166,7 @@ class TrainingEngine:
         self, slices: Sequence[SequenceShard], scale: LossScale, trace: PhaseTrace | None = None
     ) -> ModelOutput:
         """Forward and backward of one micro-batch; gradients are reduced in the last of a step."""
+        progress.begin("forward")
         self.model.model.observer = trace
         if trace is not None:
             trace.watch_forward()
@@ -161,6 +174,7 @@ class TrainingEngine:
         self.model.model.observer = None
         if trace is not None:
             trace.watch_backward(output.loss)
+        progress.begin("backward")
         self.deepspeed.backward(output.loss * self.groups.grid.world_size, scale_wrt_gas=False)
         if trace is not None:
             trace.end()
@@ -172,6 +186,7 @@ class TrainingEngine:
     def step(self) -> float:
         """Clips, updates and clears the gradients; returns their norm before clipping, equal on all ranks."""
         assert self.micro_steps_left == 0, "a step follows all its micro-steps"
+        progress.begin("clipping and update")
         self.micro_steps_left = self.accumulation
         if self.zero_stage > 0:
             self.deepspeed.step()

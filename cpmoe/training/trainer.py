@@ -25,10 +25,12 @@ from cpmoe.model.transformer import LossScale, ModelOutput
 from cpmoe.moe.balance import max_over_mean_load
 from cpmoe.parallel.agreement import fail_together
 from cpmoe.parallel.comm_clock import comm_clock
+from cpmoe.parallel.progress import progress
 from cpmoe.training.console import say
 from cpmoe.training.engine import TrainingEngine, build_groups, build_model
 from cpmoe.training.evaluation import evaluate
 from cpmoe.training.guard import GradientWatch, NonFiniteError, first_bad_in_forward
+from cpmoe.training.hang import HangWatch
 from cpmoe.training.metrics import MetricsWriter, StepMetrics, device_memory, peak_flops
 from cpmoe.training.policy import StepPolicies
 from cpmoe.training.run_folder import claim_folder, write_run_files
@@ -89,13 +91,15 @@ class Trainer:
         self.stop_request = StopRequest(speaks=self.rank == 0)
         if self.writer is not None and self.step < config.steps:
             self.writer.explain()
-        while self.step < config.steps and not self.stopping:
-            self._one_step()
-            last = self.step == config.steps
-            if config.eval_sequences and (last or _due(self.step, config.eval_every)):
-                self.evaluate()
-            if last or self.stopping or _due(self.step, config.save_every):
-                self.save()
+        with HangWatch(config.hang_timeout, self.folder, self.rank):
+            while self.step < config.steps and not self.stopping:
+                self._one_step()
+                last = self.step == config.steps
+                if config.eval_sequences and (last or _due(self.step, config.eval_every)):
+                    self.evaluate()
+                if last or self.stopping or _due(self.step, config.save_every):
+                    self.save()
+            progress.begin("")
         self.stream.close()
         if self.writer is not None:
             self.writer.close()
@@ -104,6 +108,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The held-out loss in nats per token; collective."""
+        progress.begin("evaluation")
         loss, by_position = evaluate(self.engine, self.heldout, self.recipe.data.seq_len, self.groups)
         if self.writer is not None:
             self.writer.evaluation(self.step, loss, by_position)
@@ -111,6 +116,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint of this step; collective."""
+        progress.begin("")  # a disk may be slow
         state = {
             "engine": self.engine.state_dict(),
             "data": self.stream.state_dict(),
@@ -221,6 +227,8 @@ class Trainer:
         return dataclasses.replace(shard, **moved)
 
     def _one_step(self) -> None:
+        progress.step = self.step + 1
+        progress.begin("data")
         comm_clock.take()
         start = time.perf_counter()
         batches = self.stream.next_step()
@@ -235,6 +243,7 @@ class Trainer:
             sums = self._reduce(outputs, scale)
             self._check_finite(sums, micro_batches, scale)
             grad_norm = self.engine.step()
+        progress.begin("metrics")
         self.watch.clear()
         self.step += 1
         self.tokens_seen += scale.num_tokens
@@ -280,6 +289,7 @@ class Trainer:
     def _loss_scale(self, micro_batches: list[tuple[SequenceShard, ...]]) -> LossScale:
         """Label and token counts of the step over all ranks."""
         shards = [shard for slices in micro_batches for shard in slices]
+        progress.begin("counts of labels and tokens")
         labelled = [(s.labels_BT != IGNORED_LABEL).sum() for s in shards]
         real = [(s.documents_BT >= 0).sum() for s in shards]
         counts = torch.stack([torch.stack(labelled).sum(), torch.stack(real).sum()])
@@ -290,6 +300,7 @@ class Trainer:
 
     def _reduce(self, outputs: list[ModelOutput], scale: LossScale) -> dict[str, float]:
         """Sums over micro-steps and ranks, and how many ranks saw a bad gradient or were asked to stop."""
+        progress.begin("sums of losses")
         names = ("cross_entropy", "aux_loss", "z_loss")
         rows = [sum(getattr(o, name).double() for o in outputs) for name in names]
         rows.append((~self.watch.all_finite()).to(rows[0]))

@@ -1,6 +1,8 @@
 """The training script without its launcher: what a rank says when it, or another one, fails alone."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cpmoe.training.hang import HANG_STATUS
 from tests.training.support import tiny_run, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -41,19 +44,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_killed_rank_ends_the_others_with_a_sentence(folder):
+def _errors_after(folder: Path, number: signal.Signals, status: int, *overrides: str) -> str:
+    """What rank 0 of a running pair says when rank 1 gets a signal that it can not note, and ends with."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [_start(folder, rank, port) for rank in range(2)]
+    ranks = [_start(folder, rank, port, *overrides) for rank in range(2)]
     assert ranks[0].stdout is not None
     while not ranks[0].stdout.readline().startswith("step 2/"):
         assert ranks[0].poll() is None, ranks[0].communicate()[1]
-    ranks[1].kill()
+    ranks[1].send_signal(number)
     errors = ranks[0].communicate(timeout=60)[1]
-    assert ranks[0].returncode == 1
-    assert "lost another rank" in errors and "Traceback" not in errors
+    ranks[1].kill()
     ranks[1].communicate()
+    assert ranks[0].returncode == status and "Traceback" not in errors
+    return errors
+
+
+def test_a_killed_rank_ends_the_others_with_a_sentence(folder):
+    errors = _errors_after(folder, signal.SIGKILL, 1)
+    assert re.search(r"lost another rank, .*; it was lost in step \d+: \w+", errors)
+
+
+def test_a_stopped_rank_is_noticed(folder):
+    errors = _errors_after(folder, signal.SIGSTOP, HANG_STATUS, "train.hang_timeout=3")
+    assert re.search(r"rank 0: nothing got done for 3 s in step \d+: \w+", errors)
+    told = (folder / "run" / "hangs" / "rank-0.txt").read_text()
+    assert told.splitlines()[0] in errors and "in _one_step" in told
 
 
 @pytest.mark.parametrize(
