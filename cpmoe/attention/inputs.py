@@ -30,11 +30,10 @@ def check_inputs(
             f"q {tuple(q_BTHD.shape)}, k {tuple(k_BTGD.shape)}, v {tuple(v_BTGD.shape)}: must be "
             "[B, T, H, D] and twice [B, T, G, D], alike but for the size D of V"
         )
-    for name, x, length in (("q", q_BTHD, plan.num_queries), ("k", k_BTGD, plan.num_tokens)):
-        if tuple(x.shape[:2]) != (plan.batch_size, length):
-            raise ValueError(
-                f"{name} {tuple(x.shape)}: the plan is for {plan.batch_size} rows of {length} tokens"
-            )
+    rows, length = plan.batch_size, plan.num_queries
+    for name, x in (("q", q_BTHD), ("k", k_BTGD)):
+        if tuple(x.shape[:2]) != (rows, length):
+            raise ValueError(f"{name} {tuple(x.shape)}: the plan is for {rows} rows of {length} tokens")
     (num_heads, head_dim), (num_kv_heads, kv_dim) = q_BTHD.shape[2:], k_BTGD.shape[2:]
     if head_dim != kv_dim or num_heads % num_kv_heads:
         raise ValueError(

@@ -58,7 +58,7 @@ def padded_length(
     seq_len: int, cp_size: int, num_slices: int = 1, layout: str = "zigzag", ulysses_size: int = 1
 ) -> int:
     """The smallest length ≥ `seq_len` that the layout can deal out evenly over CP / `ulysses_size` places."""
-    multiple = math.lcm(num_chunks(cp_size // ulysses_size, num_slices, layout), cp_size)
+    multiple = math.lcm(num_chunks(cp_size // ulysses_size, num_slices, layout), num_slices * cp_size)
     return seq_len + -seq_len % multiple
 
 

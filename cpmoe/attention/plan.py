@@ -6,8 +6,7 @@ agree without talking. Mask, documents and layout become, once per batch and for
 - hops: at a hop of distance d, rank r attends to the KV of rank r − d. Distance 0 is its own KV. A distance
   that no rank needs is left out: it is neither computed nor sent, and transfers jump over it.
 - reach: the keys of the source that each local query sees, and the rectangles they make up.
-- transfers: KV moves from hop to hop and carries the tokens that the receiver or a later rank needs; dKV
-  follows the same way, carries the tokens that can be non-zero, and goes home from the last hop. Where most
+- transfers: which of a rank's tokens travel at which hop (transfers.py). KV moves from hop to hop; where most
   ranks would only pass on what they do not need, as with a window, each hop fetches from the source itself.
 
 Shape letters: B batch, S full sequence, T local tokens, N ranks, C distinct rows of the batch.
@@ -15,8 +14,9 @@ Shape letters: B batch, S full sequence, T local tokens, N ranks, C distinct row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +25,12 @@ from torch import Tensor
 from cpmoe.attention.geometry import LocalCounter, Needs, document_ranges
 from cpmoe.attention.layout import Segments, deal, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask, Visible, visible_keys
-from cpmoe.attention.ranges import TokenRanges
+from cpmoe.attention.ranges import Range, TokenRanges
 from cpmoe.attention.reach import Reach, RowReach
 from cpmoe.attention.rectangles import Rectangle
-
-# Relaying is worth its tokens while at most so many cross the ring per token needed: a causal zigzag ring of
-# any size stays below, a window of neighbours does not.
-MAX_RELAY_EXCESS = 4 / 3
+from cpmoe.attention.transfers import SliceTransfers, Transfer
 
 __all__ = ["AttentionPlan", "Hop", "Rectangle", "RemoteHop", "TokenRanges", "Transfer", "build_plan"]
-
-
-class Transfer(NamedTuple):
-    """One send and one receive of this rank; ranks count along the ring."""
-
-    to_rank: int
-    from_rank: int
-    send: TokenRanges
-    receive: TokenRanges
 
 
 @dataclass(frozen=True)
@@ -51,30 +39,34 @@ class Hop:
 
     distance  (rank − source) mod N
     reach     the keys of the source that this rank's queries see
+    parts     the same by causal slice: this one's keys, then those of the slices before, last to first
     """
 
     distance: int
     source: int
     reach: Reach
+    parts: tuple[Reach, ...]
 
     @property
     def rectangles(self) -> tuple[Rectangle, ...]:
         """To compute, in this order; keys counted in the source's local tokens."""
-        return self.reach.rectangles
+        return tuple(chain.from_iterable(part.rectangles for part in self.parts))
 
 
 @dataclass(frozen=True)
 class RemoteHop(Hop):
     """A hop with the KV of another rank.
 
-    fetch    KV transfer that brings the source's tokens `fetch.receive`; it sends from the block of the hop
-             before, or where nothing is relayed from the own one
+    fetch    KV transfer that brings the source's tokens `fetch.receive`; it sends from the blocks of the hop
+             before, or where nothing is relayed from the own ones
     deliver  dKV transfer after this hop: sends the sum over the hops so far for `source` and receives what
              the next hop adds to, or at the last hop, and where nothing is relayed, a sum for the own KV
+    by_slice tokens of earlier slices came with the transfers of those, and their dKV goes with theirs
     """
 
     fetch: Transfer
     deliver: Transfer
+    by_slice: bool
 
 
 class HopBytes(NamedTuple):
@@ -88,7 +80,8 @@ class HopBytes(NamedTuple):
 class AttentionPlan:
     """The attention of rank `cp_rank` for one batch, the same for all layers of one mask.
 
-    num_queries  this rank's tokens that attend; num_tokens: those attended to, the queries last
+    num_queries  this rank's tokens that attend; num_tokens: those attended to, the queries last, after the
+                tokens of earlier causal slices
     own         the hop of distance 0, which needs no transfer
     remote      the others, by ascending distance
     is_relayed  KV and dKV move from hop to hop; else each hop's go straight between their two ranks
@@ -115,6 +108,11 @@ class AttentionPlan:
     def all_tokens(self) -> TokenRanges:
         """Every local token of a rank that is attended to."""
         return TokenRanges(((0, self.num_tokens),))
+
+    @property
+    def own_tokens(self) -> TokenRanges:
+        """Those of them that are this slice's own."""
+        return TokenRanges(((self.num_tokens - self.num_queries, self.num_tokens),))
 
     @property
     def num_pairs(self) -> int:
@@ -197,71 +195,57 @@ def build_plan(
     rows_C, place_B = visible_rows(documents_BS, mask)
     if segments is None:
         segments = deal_batch(documents_BS, cp_size, layout, num_slices, (mask,))
-    num_tokens = num_queries = padded_len // cp_size
-    queries = None
+    slices, rows_SC, index = [(0, padded_len)], [rows_C], 0
     if slice_index is not None:
         assert mask.causal, "a slice sees none of a later one"
         slice_len = padded_len // num_slices
-        queries = slice_index * slice_len, (slice_index + 1) * slice_len
-        rows_C = [row.of_queries(*queries) for row in rows_C]
-        num_queries = slice_len // cp_size
-        num_tokens = (slice_index + 1) * num_queries
-    needs = Needs(segments)
-    for visible in rows_C:
-        needs.add(visible, queries)
-    is_relayed = needs.relay_excess() <= MAX_RELAY_EXCESS
-    index_T = token_indices(segments[cp_rank])[num_tokens - num_queries : num_tokens]
+        slices = [(start, start + slice_len) for start in range(0, padded_len, slice_len)]
+        rows_SC = [[row.of_queries(*queries) for row in rows_C] for queries in slices]
+        index = slice_index
+    needs = [_needs(segments, *pair) for pair in zip(rows_SC, slices, strict=True)]
+    tokens = [(start // cp_size, stop // cp_size) for start, stop in slices]
+    transfers = SliceTransfers(cp_size, needs, index, tokens)
+    rows_C, (first, last) = rows_SC[index], tokens[index]
+    index_T = token_indices(segments[cp_rank])[first:last]
 
-    def reach(source: int) -> Reach:
-        counter = LocalCounter(segments[source])
+    def reach(source: int) -> tuple[Reach, tuple[Reach, ...]]:
+        counter, is_own = LocalCounter(segments[source]), source == cp_rank
         rows = [RowReach.of(visible, index_T, counter) for visible in rows_C]
-        return Reach(rows, place_B, is_own=source == cp_rank)
+        whole = Reach(rows, place_B, is_own)
+        if index == 0:
+            return whole, (whole,)
+        parts = [whole.within(*tokens[at], is_own and at == index) for at in range(index, -1, -1)]
+        return whole, tuple(parts)
 
+    remote = []
+    for at, distance in enumerate(transfers.distances):
+        source = (cp_rank - distance) % cp_size
+        moves = transfers.fetch(cp_rank, at), transfers.deliver(cp_rank, at)
+        by_slice = at == 0 and transfers.shares_first
+        remote.append(RemoteHop(distance, source, *reach(source), *moves, by_slice))
     work_S = _token_work(rows_C, place_B)
     return AttentionPlan(
         cp_size=cp_size,
         cp_rank=cp_rank,
         batch_size=batch_size,
-        num_queries=num_queries,
-        num_tokens=num_tokens,
-        own=Hop(0, cp_rank, reach(cp_rank)),
-        remote=_remote_hops(cp_size, cp_rank, reach, needs, is_relayed),
-        is_relayed=is_relayed,
+        num_queries=last - first,
+        num_tokens=last,
+        own=Hop(0, cp_rank, *reach(cp_rank)),
+        remote=tuple(remote),
+        is_relayed=transfers.is_relayed,
         pairs_N=tuple(int(sum(work_S[s.start : s.stop : s.step].sum() for s in own)) for own in segments),
         segments=tuple(segments),
     )
+
+
+def _needs(segments: Sequence[Segments], rows_C: Sequence[Visible], queries: Range) -> Needs:
+    needs = Needs(segments)
+    for visible in rows_C:
+        needs.add(visible, queries)
+    return needs
 
 
 def _token_work(rows_C: Sequence[Visible], place_B: np.ndarray) -> np.ndarray:
     """[S] keys that the token at each place sees, over the batch."""
     counts = np.bincount(place_B)
     return np.sum([n * visible.num_keys for n, visible in zip(counts, rows_C, strict=True)], axis=0)
-
-
-def _remote_hops(
-    cp_size: int, cp_rank: int, reach: Callable[[int], Reach], needs: Needs, is_relayed: bool
-) -> tuple[RemoteHop, ...]:
-    distances = needs.distances()
-    hops = []
-    for index, distance in enumerate(distances):
-        # Distances whose tokens travel together, and where on the ring this hop's KV was and its dKV will be.
-        remaining, done, previous, following = [distance], [distance], 0, cp_size
-        if is_relayed:
-            remaining, done = distances[index:], distances[: index + 1]
-            previous = distances[index - 1] if index else 0
-            following = distances[index + 1] if index + 1 < len(distances) else cp_size
-        source = (cp_rank - distance) % cp_size
-        fetch = Transfer(
-            to_rank=(cp_rank + distance - previous) % cp_size,
-            from_rank=(cp_rank - distance + previous) % cp_size,
-            send=needs.union((cp_rank - previous) % cp_size, remaining),
-            receive=needs.union(source, remaining),
-        )
-        deliver = Transfer(
-            to_rank=(cp_rank + following - distance) % cp_size,
-            from_rank=(cp_rank - following + distance) % cp_size,
-            send=needs.union(source, done),
-            receive=needs.union((cp_rank - following) % cp_size, done),
-        )
-        hops.append(RemoteHop(distance, source, reach(source), fetch, deliver))
-    return tuple(hops)

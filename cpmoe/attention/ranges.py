@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,22 @@ class TokenRanges:
         assert (range_P >= 0).all() and (start_P + length <= stops[range_P]).all(), (start_P, self.ranges)
         before = (stops - starts).cumsum() - stops
         return start_P + before[range_P]
+
+    def within(self, first: int, last: int) -> TokenRanges:
+        """Those of the tokens that are in [first, last)."""
+        clipped = ((max(start, first), min(stop, last)) for start, stop in self.ranges)
+        return TokenRanges(tuple((start, stop) for start, stop in clipped if start < stop))
+
+    def common(self, other: TokenRanges) -> Iterator[tuple[int, int, int]]:
+        """(place in this buffer, place in the other, length) of each run of tokens that both hold."""
+        for start, stop in self.ranges:
+            for first, last in other.within(start, stop).ranges:
+                yield self.place(first, last), other.place(first, last), last - first
+
+
+def union(parts: Iterable[TokenRanges]) -> TokenRanges:
+    """The tokens that any of `parts` holds."""
+    return TokenRanges(joined(bounds for part in parts for bounds in part.ranges))
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

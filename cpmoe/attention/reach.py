@@ -35,6 +35,10 @@ class RowReach(NamedTuple):
         """What the queries at global places `index_T` see of the rank whose tokens `counter` counts."""
         return cls(visible.document_start[index_T], *(counter(bound_S[index_T]) for bound_S in visible[1:]))
 
+    def within(self, first: int, last: int) -> RowReach:
+        """The same of the keys [first, last) alone."""
+        return RowReach(self.document, *(bound_T.clip(first, last) for bound_T in self[1:]))
+
 
 @dataclass(frozen=True, eq=False)
 class Reach:
@@ -48,6 +52,10 @@ class Reach:
     rows_C: Sequence[RowReach]
     place_B: np.ndarray
     is_own: bool
+
+    def within(self, first: int, last: int, is_own: bool) -> Reach:
+        """What they see of the keys [first, last) alone; `is_own` as for these."""
+        return Reach([row.within(first, last) for row in self.rows_C], self.place_B, is_own)
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:

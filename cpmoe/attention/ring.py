@@ -1,31 +1,24 @@
 """Ring attention: KV blocks travel the ring while each rank attends to the block it holds.
 
 Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889, over the hops and transfers of
-plan.py.
+plan.py and in the phases of phases.py.
 
 Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from cpmoe.attention.blocks import (
-    BlockBackend,
-    KeyValueBlock,
-    KeyValueGradient,
-    QueryGradient,
-    RunningSoftmax,
-    SavedForward,
-    select_backend,
-)
-from cpmoe.attention.inputs import check_inputs, wire_dtype
-from cpmoe.attention.plan import AttentionPlan, Transfer
+from cpmoe.attention import phases
+from cpmoe.attention.blocks import KeyValueBlock, KeyValueGradient, KeyValueSizes, pack
+from cpmoe.attention.phases import ReachedBlock
+from cpmoe.attention.plan import AttentionPlan, RemoteHop, TokenRanges, Transfer
 from cpmoe.attention.scores import Scores
 from cpmoe.parallel.transport import transport
 
@@ -56,11 +49,8 @@ def ring_attention(
     received is kept) and dKV on `ring_grad`. Both are None where the ring has one rank. All ranks of
     the ring call it in the same order. Raises ValueError for inputs that do not fit the plan or the backend.
     """
-    check_inputs(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad)
-    scores = scores or Scores(q_BTHD.shape[-1] ** -0.5)
-    blocks = select_backend(backend, q_BTHD, k_BTGD, v_BTGD, scores)
-    wire = wire_dtype(q_BTHD.dtype, dkv_dtype)
-    return _RingAttention.apply(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, blocks, scores, wire)
+    given = q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scores, dkv_dtype
+    return phases.run(RingKeys, *given)
 
 
 class _Exchange:
@@ -77,63 +67,147 @@ class _Exchange:
         return self._flight.wait()
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx,
-        q_BTHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGD: Tensor,
-        plan: AttentionPlan,
-        ring: ProcessGroup,
-        ring_grad: ProcessGroup,
-        blocks: BlockBackend,
-        scores: Scores,
-        wire: torch.dtype,
-    ) -> Tensor:
-        state = RunningSoftmax(q_BTHD, v_BTGD.shape[3])
-        own = block = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
-        reach, first_received = plan.own.reach, None
-        for hop in plan.remote:
-            sent = (block if plan.is_relayed else own).pack(hop.fetch.send)
-            fetching = _Exchange(hop.fetch, sent, ring)
-            blocks.forward(q_BTHD, block, reach, state, scores)
-            packed = fetching.wait()
-            first_received = packed if first_received is None else first_received
-            block, reach = KeyValueBlock.from_packed(packed, own.sizes, hop.fetch.receive), hop.reach
-        blocks.forward(q_BTHD, block, reach, state, scores)
-        out_BTHD, lse_BTH = state.result()
-        out_BTHD = out_BTHD.to(q_BTHD.dtype)
-        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH, first_received)
-        ctx.plan, ctx.ring, ctx.ring_grad, ctx.blocks, ctx.scores = plan, ring, ring_grad, blocks, scores
-        ctx.wire = wire
-        return out_BTHD
+class RingKeys:
+    """`phases.TravellingKeys` on a ring, hop by hop.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out_BTHD: Tensor):  # type: ignore[override]
-        """Remote blocks first, own block last, so that the last dKV travels home behind it."""
-        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BTH, packed = ctx.saved_tensors
-        plan, blocks = ctx.plan, ctx.blocks
-        saved = SavedForward(q_BTHD, grad_out_BTHD, out_BTHD, lse_BTH, ctx.scores)
-        dq = QueryGradient(q_BTHD)
-        own = KeyValueBlock(k_BTGD, v_BTGD, plan.all_tokens)
-        own_dkv = KeyValueGradient(plan.all_tokens, k_BTGD, v_BTGD)
-        fetching, delivering = None, None
-        for hop, following in zip_longest(plan.remote, plan.remote[1:]):
-            packed = packed if fetching is None else fetching.wait()
-            block = KeyValueBlock.from_packed(packed, own.sizes, hop.fetch.receive)
-            if following is not None:
-                sent = (block if plan.is_relayed else own).pack(following.fetch.send)
-                fetching = _Exchange(following.fetch, sent, ctx.ring)
-            dkv = KeyValueGradient(hop.deliver.send, k_BTGD, v_BTGD)
-            blocks.backward(saved, block, hop.reach, dq, dkv)
-            if delivering is not None:
-                (dkv if plan.is_relayed else own_dkv).add_packed(delivering.tokens, delivering.wait())
-            delivering = _Exchange(hop.deliver, dkv.packed().to(ctx.wire), ctx.ring_grad)
-        blocks.backward(saved, own, plan.own.reach, dq, own_dkv)
-        if delivering is not None:
-            own_dkv.add_packed(delivering.tokens, delivering.wait())
-        dk_BTGD, dv_BTGD = own_dkv.result()
-        dtype = q_BTHD.dtype
-        return dq.result().to(dtype), dk_BTGD.to(dtype), dv_BTGD.to(dtype), *6 * [None]
+    Kept between the slices are each rank's own KV and that of the first hop (transfers.py), and their sums
+    of dKV. At further hops, which only rings of three or more ranks have, the tokens of earlier slices
+    travel again, together with this slice's.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        ring: ProcessGroup | None,
+        ring_grad: ProcessGroup | None,
+        wire: torch.dtype,
+        before: RingKeys | None,
+    ) -> None:
+        self.plan = plan
+        self._ring, self._ring_grad, self._wire, self._before = ring, ring_grad, wire, before
+        self._own: KeyValueBlock | None = None
+        self._first: KeyValueBlock | None = None
+        self._fetching: _Exchange | None = None
+        self._like: tuple[Tensor, Tensor] | None = None
+        self._own_sums: KeyValueGradient | None = None
+        self._first_sums: KeyValueGradient | None = None
+        self._last_sums: KeyValueGradient | None = None
+        self._delivering: _Exchange | None = None
+
+    @property
+    def _slices(self) -> list[RingKeys]:
+        """This slice's and those before it, from the last to the first."""
+        return [self, *(self._before._slices if self._before is not None else [])]
+
+    def launch(self, own: KeyValueBlock) -> None:
+        self._own, self._like = own, own.like()
+        if self.plan.remote:
+            self._fetching = self._fetch(self.plan.remote[0], self.own_blocks())
+
+    def own_blocks(self) -> list[KeyValueBlock]:
+        return [keys._own for keys in self._slices if keys._own is not None]
+
+    def wait(self) -> None:
+        if self._fetching is not None:
+            packed, self._fetching = self._fetching.wait(), None
+            self._first = self._arrived(self.plan.remote[0], packed)
+
+    def held(self) -> tuple[Tensor, ...]:
+        if not self.plan.remote:
+            return ()
+        firsts = [keys._first for keys in self._at_first_hop]
+        held = [block.packed for block in firsts if block is not None and block.packed is not None]
+        if self._sends_own:
+            held += [x for block in self.own_blocks() for x in (block.k_BTGD, block.v_BTGD)]
+        return tuple(held)
+
+    def release(self) -> None:
+        self._own = self._first = None
+
+    def remote_blocks(self, held: Sequence[Tensor]) -> Iterator[tuple[RemoteHop, list[ReachedBlock]]]:
+        remote = self.plan.remote
+        if not remote:
+            return
+        firsts = self._at_first_hop
+        packed, kv = held[: len(firsts)], held[len(firsts) :]
+        blocks = [keys._arrived(keys.plan.remote[0], x) for keys, x in zip(firsts, packed, strict=True)]
+        senders = self._slices if self._sends_own else []
+        tokens = [keys.plan.own_tokens for keys in senders]
+        own = list(map(KeyValueBlock, kv[::2], kv[1::2], tokens))
+        for hop, following in zip_longest(remote, remote[1:]):
+            fetching = None if following is None else self._fetch(following, own or blocks)
+            reaches = hop.parts if hop.by_slice else (hop.reach,)
+            yield hop, list(zip(blocks, reaches, strict=True))
+            if fetching is not None:
+                blocks = [self._arrived(following, fetching.wait())]
+
+    def own_gradients(self) -> list[KeyValueGradient]:
+        return [keys._own_gradient() for keys in self._slices]
+
+    def remote_gradients(self, hop: RemoteHop) -> list[KeyValueGradient]:
+        if hop is not self.plan.remote[0]:
+            return [self._sums_of(hop.deliver.send)]
+        return [keys._first_gradient() for keys in self._at_first_hop]
+
+    def deliver(self, hop: RemoteHop, dkv: KeyValueGradient) -> None:
+        self._take_delivered([dkv] if self.plan.is_relayed else self.own_gradients())
+        if hop is self.plan.remote[-1]:
+            self._last_sums = dkv
+        else:
+            self._delivering = self._send_on(hop, dkv)
+        self._first_sums = None
+
+    def launch_home(self) -> None:
+        if self._last_sums is not None:
+            self._delivering = self._send_on(self.plan.remote[-1], self._last_sums)
+            self._last_sums = None
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        sums = self.own_gradients()
+        self._take_delivered(sums)
+        self._own_sums = None
+        return sums[0].result()
+
+    @property
+    def _at_first_hop(self) -> list[RingKeys]:
+        """Those whose tokens this slice's queries attend to at the first hop."""
+        return self._slices if self.plan.remote[0].by_slice else [self]
+
+    @property
+    def _sends_own(self) -> bool:
+        """Whether hops after the first fetch from the rank whose KV it is."""
+        return len(self.plan.remote) > 1 and not self.plan.is_relayed
+
+    def _fetch(self, hop: RemoteHop, blocks: Sequence[KeyValueBlock]) -> _Exchange:
+        assert self._ring is not None
+        return _Exchange(hop.fetch, pack(blocks, hop.fetch.send), self._ring)
+
+    def _arrived(self, hop: RemoteHop, packed: Tensor) -> KeyValueBlock:
+        assert self._like is not None
+        return KeyValueBlock.from_packed(packed, KeyValueSizes.of(*self._like), hop.fetch.receive)
+
+    def _send_on(self, hop: RemoteHop, dkv: KeyValueGradient) -> _Exchange:
+        assert self._ring_grad is not None
+        return _Exchange(hop.deliver, dkv.packed().to(self._wire), self._ring_grad)
+
+    def _take_delivered(self, sums: Sequence[KeyValueGradient]) -> None:
+        """Waits for the dKV that comes here, if any, and adds each token's where it belongs."""
+        if self._delivering is not None:
+            packed = self._delivering.wait()
+            for dkv in sums:
+                dkv.add_packed(self._delivering.tokens, packed)
+            self._delivering = None
+
+    def _sums_of(self, tokens: TokenRanges) -> KeyValueGradient:
+        assert self._like is not None
+        return KeyValueGradient(tokens, *self._like)
+
+    def _own_gradient(self) -> KeyValueGradient:
+        if self._own_sums is None:
+            self._own_sums = self._sums_of(self.plan.own_tokens)
+        return self._own_sums
+
+    def _first_gradient(self) -> KeyValueGradient:
+        if self._first_sums is None:
+            self._first_sums = self._sums_of(self.plan.remote[0].deliver.send)
+        return self._first_sums

@@ -84,8 +84,6 @@ def shard_batch(
     if len(shapes) != 1 or tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
         raise ValueError(f"tokens, labels, positions and documents must all be one [B, S] > 0; got {shapes}")
     seq_len = tokens_BS.shape[1]
-    if ulysses_size > 1 and num_slices > 1:
-        raise ValueError(f"attention.ulysses_size = {ulysses_size}: must be 1 with causal slices")
     padded_len = padded_length(seq_len, cp_size, num_slices, layout, ulysses_size)
     ring_size, ring_rank = cp_size // ulysses_size, cp_rank // ulysses_size
 

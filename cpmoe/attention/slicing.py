@@ -37,12 +37,9 @@ def shard_slices(
     fields = (tokens_BS, labels_BS, positions_BS, documents_BS)
     sequences_B = torch.arange(len(tokens_BS)) if sequences_B is None else sequences_B
     if slicing == "causal":
-        assert ulysses_size == 1, "the ranks of a Ulysses group hold the two slices in another order"
         return tuple(
-            shard_batch(
-                *fields, cp_size, cp_rank, layout, 2, masks, slice_index=index, sequences_B=sequences_B
-            )
-            for index in range(2)
+            shard_batch(*fields, cp_size, cp_rank, layout, 2, masks, ulysses_size, slice_index, sequences_B)
+            for slice_index in range(2)
         )
     batch_size = tokens_BS.shape[0]
     half = (batch_size + 1) // 2 if slicing == "batch" else batch_size

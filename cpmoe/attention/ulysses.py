@@ -11,7 +11,6 @@ Shape letters: U ranks of a Ulysses group, B batch, T local tokens, H query head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from cpmoe.attention.allgather import allgather_attention
+from cpmoe.attention import phases
+from cpmoe.attention.allgather import GatheredKeys
+from cpmoe.attention.phases import AttentionState, TravellingKeys
 from cpmoe.attention.plan import AttentionPlan
-from cpmoe.attention.ring import ring_attention
+from cpmoe.attention.ring import RingKeys
 from cpmoe.attention.scores import Scores
 from cpmoe.parallel.transport import transport
 
-STRATEGIES: dict[str, Callable[..., Tensor]] = {"ring": ring_attention, "allgather": allgather_attention}
+STRATEGIES: dict[str, type[TravellingKeys]] = {"ring": RingKeys, "allgather": GatheredKeys}
 
 
 def sharded_attention(
@@ -49,9 +50,46 @@ def sharded_attention(
     the output in another, and backward the same two. `ulysses` is None for U = 1. All ranks of both groups
     call it. Raises ValueError for heads that cannot be shared out, and what the strategy raises.
     """
-    attend = STRATEGIES[strategy]
-    if ulysses is None:
-        return attend(q_BTHD, k_BTGD, v_BTGD, plan, ring, ring_grad, backend, scores, dkv_dtype)
+    qkv = q_BTHD, k_BTGD, v_BTGD
+    state = start(*qkv, plan, ring, ring_grad, ulysses, strategy, backend, scores, dkv_dtype)
+    phases.attend_own(state)
+    phases.wait(state)
+    out_BTHD = attend(state, ulysses)
+    state.release()
+    return out_BTHD
+
+
+def start(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    plan: AttentionPlan,
+    ring: ProcessGroup | None,
+    ring_grad: ProcessGroup | None,
+    ulysses: ProcessGroup | None = None,
+    strategy: str = "ring",
+    backend: str = "auto",
+    scores: Scores | None = None,
+    dkv_dtype: str = "float32",
+    before: AttentionState | None = None,
+) -> AttentionState:
+    """Exchanges q, k and v for heads, then `phases.start`; arguments and errors of `sharded_attention`."""
+    qkv = q_BTHD, k_BTGD, v_BTGD
+    if ulysses is not None:
+        qkv = _exchange_heads(*qkv, ulysses)
+    return phases.start(STRATEGIES[strategy], *qkv, plan, ring, ring_grad, backend, scores, dkv_dtype, before)
+
+
+def attend(state: AttentionState, ulysses: ProcessGroup | None) -> Tensor:
+    """`phases.attend`, then the output exchanged back: [B, T, H, D]."""
+    out_BTHD = phases.attend(state)
+    return out_BTHD if ulysses is None else _Exchange.apply(out_BTHD, ulysses, False).flatten(2, 3)
+
+
+def _exchange_heads(
+    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, ulysses: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's share of the heads, of the tokens of all ranks of the group."""
     size, num_heads, num_kv_heads = dist.get_world_size(ulysses), q_BTHD.shape[2], k_BTGD.shape[2]
     if num_heads % size:
         raise ValueError(f"attention.ulysses_size = {size}: must divide the {num_heads} query heads")
@@ -60,12 +98,10 @@ def sharded_attention(
         k_BTGD, v_BTGD = (x.repeat_interleave(copies, dim=2) for x in (k_BTGD, v_BTGD))
     shares = [x.unflatten(2, (size, -1)).flatten(3) for x in (q_BTHD, k_BTGD, v_BTGD)]
     together = _Exchange.apply(torch.cat(shares, dim=3), ulysses, True)
-    parts = together.split([share.shape[3] for share in shares], dim=2)
-    qkv = [
-        part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, (q_BTHD, k_BTGD, v_BTGD), strict=True)
-    ]
-    out_BTHD = attend(*qkv, plan, ring, ring_grad, backend, scores, dkv_dtype)
-    return _Exchange.apply(out_BTHD, ulysses, False).flatten(2, 3)
+    q, k, v = together.split([share.shape[3] for share in shares], dim=2)
+    sizes = q_BTHD.shape[3], k_BTGD.shape[3], v_BTGD.shape[3]
+    q, k, v = (x.unflatten(2, (-1, size)) for x, size in zip((q, k, v), sizes, strict=True))
+    return q, k, v
 
 
 class _Exchange(torch.autograd.Function):

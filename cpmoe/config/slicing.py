@@ -25,14 +25,10 @@ def choose_slicing(
     if chosen == "causal" and seq_len < 2 * chunks:
         constraint = f"cuts a sequence into 2 x {chunks} chunks, and data.seq_len is {seq_len}"
         return Problem(PATH, constraint, chosen, '"auto", "batch", "none"')
-    ulysses = cpmoe.attention.ulysses_size
-    if chosen == "causal" and ulysses > 1:
-        constraint = f"is for rings alone, and cpmoe.attention.ulysses_size is {ulysses}"
-        return Problem(PATH, constraint, chosen, '"auto", "batch", "none", or ulysses_size 1')
     if chosen != "auto":
         return chosen
     if cpmoe.coschedule.policy == "serial" or not has_experts or cpmoe.expert_parallel_size == 1:
         return "none"
     if micro_batch_size > 1:
         return "batch"
-    return "causal" if seq_len >= 2 * chunks and ulysses == 1 else "none"
+    return "causal" if seq_len >= 2 * chunks else "none"

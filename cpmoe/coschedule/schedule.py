@@ -21,13 +21,16 @@ class Kind(NamedTuple):
 
     needs     kinds of the same slice and layer
     starts    group on which it launches a transfer that a later phase waits for
+    returns   group on which, in backward, that phase launches the gradient and this one waits for it
     waits     kind of the phase whose transfer it waits for
-    within    groups on which it may communicate to the end by itself (those of hierarchical dispatch, say)
+    within    groups on which it may communicate to the end by itself (those of hierarchical dispatch, say),
+              forward or backward
     computes  whether it uses parameters of its layer, which are there in that layer's block only
     """
 
     needs: tuple[str, ...] = ()
     starts: str | None = None
+    returns: str | None = None
     waits: str | None = None
     within: tuple[str, ...] = ()
     computes: bool = True
@@ -35,20 +38,31 @@ class Kind(NamedTuple):
 
 KINDS = {
     "project": Kind(),
-    "attend": Kind(needs=("project",), within=("ring", "ulysses"), computes=False),
+    "kv_start": Kind(
+        needs=("project",), starts="ring", returns="ring_grad", within=("ulysses",), computes=False
+    ),
+    "attend_own": Kind(needs=("kv_start",), computes=False),
+    "kv_wait": Kind(needs=("kv_start",), waits="kv_start", computes=False),
+    # On rings of three or more ranks further hops.
+    "attend": Kind(needs=("attend_own", "kv_wait"), within=("ring", "ring_grad", "ulysses"), computes=False),
     "dense": Kind(needs=("attend",)),
     "route": Kind(needs=("attend",), starts="meta"),
-    "dispatch_start": Kind(needs=("route",), starts="expert", waits="route", computes=False),
+    "dispatch_start": Kind(
+        needs=("route",), starts="expert", returns="expert", waits="route", computes=False
+    ),
     "shared": Kind(needs=("route",)),
     "dispatch_wait": Kind(
         needs=("dispatch_start",), waits="dispatch_start", within=("expert_within",), computes=False
     ),
     "experts": Kind(needs=("dispatch_wait",)),
-    "combine_start": Kind(needs=("experts",), starts="expert", within=("expert_within",), computes=False),
+    "combine_start": Kind(
+        needs=("experts",), starts="expert", returns="expert", within=("expert_within",), computes=False
+    ),
     "combine_wait": Kind(needs=("combine_start",), waits="combine_start", computes=False),
     "finish": Kind(needs=("combine_wait", "shared"), computes=False),
 }
-DENSE = ("project", "attend", "dense")
+ATTENTION = ("project", "kv_start", "attend_own", "kv_wait", "attend")
+DENSE = (*ATTENTION, "dense")
 SPARSE = tuple(kind for kind in KINDS if kind != "dense")
 # What ends a dense and a sparse layer for a slice; then the next layer may begin with it.
 LAST = ("dense", "finish")
@@ -104,13 +118,13 @@ def _serial(sparse: Sequence[bool], num_slices: int) -> Iterator[Phase]:
 
 
 def _overlap(sparse: Sequence[bool], crossing: bool) -> Iterator[Phase]:
-    """Slices 0 and 1; each transfer of one travels while the other computes.
+    """Slices 0 and 1; each transfer of one travels while the other computes, or its own queries what is here.
 
     ```
-    compute  attend(0)  | attend(1)   | experts(0)  | experts(1) | attend(0, next layer)
-    expert              | dispatch(0) | dispatch(1) | combine(0) | combine(1)
+    compute  own(0)     | attend(0) | own(1)    | attend(1)   | experts(0)  | experts(1) | own(0, next layer)
+    ring     kv(0)      | kv(1)     |           |             |             |            | kv(0)
+    expert   combine(1) |           | counts(0) | dispatch(0) | dispatch(1) | combine(0) | combine(1)
     ```
-    The counts of slice 0 travel while slice 1 projects.
     """
     in_flight = False  # combine of slice 1 of the layer before
     for layer, is_sparse in enumerate(sparse):
@@ -118,15 +132,17 @@ def _overlap(sparse: Sequence[bool], crossing: bool) -> Iterator[Phase]:
         def here(kinds: Sequence[str], index: int, layer: int = layer, back: int = 0) -> Iterator[Phase]:
             return (Phase(kind, layer - back, index, layer) for kind in kinds)
 
-        yield from here(("project", "attend"), 0)
-        yield from here(("route",) if is_sparse else ("dense",), 0)
+        yield from here(("project", "kv_start", "attend_own"), 0)
         if in_flight:
             yield from here(("combine_wait", "finish"), 1, back=1)
             in_flight = False
-        yield from here(("project",), 1)
+        yield from here(("project", "kv_start"), 1)
+        yield from here(("kv_wait", "attend"), 0)
+        yield from here(("route",) if is_sparse else ("dense",), 0)
+        yield from here(("attend_own",), 1)
         if is_sparse:
             yield from here(("dispatch_start",), 0)
-        yield from here(("attend",), 1)
+        yield from here(("kv_wait", "attend"), 1)
         if not is_sparse:
             yield from here(("dense",), 1)
             continue

@@ -12,6 +12,7 @@ from cpmoe.coschedule.trace import RankTrace, Span, TransferSpan
 LANES = {"ring": ("ring", "ring_grad"), "expert": ("expert", "meta"), "heads": ("ulysses",)}
 COLOURS = {
     "project": "#c6dbef",
+    "attend_own": "#6baed6",
     "attend": "#3182bd",
     "dense": "#9ecae1",
     "route": "#fdd0a2",

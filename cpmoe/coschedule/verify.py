@@ -61,7 +61,7 @@ def verify(schedule: Schedule, sparse: Sequence[bool], num_slices: int, crossing
 
 
 def issue_order(schedule: Schedule) -> dict[str, list[Phase]]:
-    """For each group, the phases that issue collectives on it, in order; backward issues in the reverse."""
+    """For each group, the phases that issue collectives on it in forward, in order."""
     order: dict[str, list[Phase]] = {}
     for phase in schedule:
         kind = KINDS[phase.kind]
@@ -70,18 +70,33 @@ def issue_order(schedule: Schedule) -> dict[str, list[Phase]]:
     return order
 
 
+def backward_issue_order(schedule: Schedule) -> dict[str, list[Phase]]:
+    """The same for backward, which runs in the reverse order: what waited launches the gradient."""
+    order: dict[str, list[Phase]] = {}
+    for phase in reversed(schedule):
+        kind = KINDS[phase.kind]
+        returns = KINDS[kind.waits].returns if kind.waits else None
+        for group in (*kind.within, *([returns] if returns else [])):
+            order.setdefault(group, []).append(phase)
+    return order
+
+
 def verify_ranks(schedules: Sequence[Schedule]) -> None:
     """Raises ScheduleError where ranks that run `schedules`, one each, would not meet in their collectives.
 
-    Two ranks must issue the collectives of a group in one order, and no rank may wait for one that
-    another rank issues only after a wait for the first rank.
+    Two ranks must issue the collectives of a group in one order, forward and backward, and no rank may wait
+    for one that another rank issues only after a wait for the first rank; where forward is free of that, so
+    is backward, whose launches and waits are those of forward reversed.
     """
-    orders = [issue_order(schedule) for schedule in schedules]
-    for rank, other in enumerate(orders[1:], start=1):
-        for group in sorted(orders[0].keys() | other.keys()):
-            for mine, theirs in zip_longest(orders[0].get(group, []), other.get(group, [])):
-                if mine != theirs:
-                    raise ScheduleError(f"group {group}: rank 0 issues {mine}, rank {rank} issues {theirs}")
+    for order_of in (issue_order, backward_issue_order):
+        orders = [order_of(schedule) for schedule in schedules]
+        for rank, other in enumerate(orders[1:], start=1):
+            for group in sorted(orders[0].keys() | other.keys()):
+                for mine, theirs in zip_longest(orders[0].get(group, []), other.get(group, [])):
+                    if mine != theirs:
+                        raise ScheduleError(
+                            f"group {group}: rank 0 issues {mine}, rank {rank} issues {theirs}"
+                        )
     _run_together(schedules)
 
 
@@ -94,15 +109,13 @@ def _run_together(schedules: Sequence[Schedule]) -> None:
         for rank, schedule in enumerate(schedules):
             while place[rank] < len(schedule):
                 phase = schedule[place[rank]]
-                kind = KINDS[phase.kind]
-                if kind.within:
-                    # A collective inside a phase is issued when the phase is reached.
-                    started[rank].add((phase.kind, phase.layer, phase.slice))
-                waited_for = phase.kind if kind.within else kind.waits
-                if waited_for and not all((waited_for, *phase[1:3]) in ranks for ranks in started):
+                key, kind = (phase.kind, phase.layer, phase.slice), KINDS[phase.kind]
+                if kind.waits and not all((kind.waits, *key[1:]) in ranks for ranks in started):
                     break
-                if kind.starts:
-                    started[rank].add((phase.kind, phase.layer, phase.slice))
+                if kind.starts or kind.within:
+                    started[rank].add(key)
+                if kind.within and not all(key in ranks for ranks in started):
+                    break
                 place[rank] += 1
         if place == before:
             stuck = [
@@ -118,11 +131,12 @@ def _needs(phase: Phase, sparse: Sequence[bool], num_slices: int) -> list[tuple[
     if phase.kind == "project" and phase.layer > 0:
         last = LAST[sparse[phase.layer - 1]]
         needs.append((last, phase.layer - 1, phase.slice))
+    if phase.kind == "kv_start" and phase.layer > 0:
         # These still read this slice's keys and values.
         needs += [("attend", phase.layer - 1, index) for index in range(phase.slice + 1, num_slices)]
-    if phase.kind == "attend":
+    if phase.kind in ("kv_start", "attend"):
         # Slices attend in order, and each to the keys of those before it.
-        needs += [("attend", phase.layer, index) for index in range(phase.slice)]
+        needs += [(phase.kind, phase.layer, index) for index in range(phase.slice)]
     return needs
 
 

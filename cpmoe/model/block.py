@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cpmoe.attention.phases import AttentionState
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.model.layers import Attention, RMSNorm, Rotary, SwiGLU
@@ -40,11 +41,16 @@ class SliceState:
     # The slice before this one in the same sequences, whose keys and values this one attends to.
     before: SliceState | None = None
     is_last: bool = True  # no slice attends to this one's keys and values
-    q_BTHD: Tensor | None = None
-    kv_BTGD: tuple[Tensor, Tensor] | None = None
+    qkv: tuple[Tensor, Tensor, Tensor] | None = None
+    attention: AttentionState | None = None
     attended_BTHD: Tensor | None = None
     moe: MoEState | None = None
     stats: MoEStats | None = None
+
+    @property
+    def attending(self) -> AttentionState:
+        assert self.attention is not None, "started before"
+        return self.attention
 
     @property
     def sparse(self) -> MoEState:
@@ -129,25 +135,29 @@ class DecoderBlock(nn.Module):
     def project(self, state: SliceState) -> None:
         """Queries, keys and values of the slice."""
         normed_BTM = self.input_layernorm(state.x_BTM)
-        state.q_BTHD, *kv = self.self_attn.project(normed_BTM, state.inputs.rotary)
-        state.kv_BTGD = kv[0], kv[1]
+        state.qkv = self.self_attn.project(normed_BTM, state.inputs.rotary)
+
+    def kv_start(self, state: SliceState) -> None:
+        """Keys and values begin to travel."""
+        assert state.qkv is not None
+        before = state.before.attention if state.before is not None else None
+        state.attention = self.self_attn.kv_start(*state.qkv, state.inputs.plans[self.kind], before)
+        state.qkv = None
+
+    def attend_own(self, state: SliceState) -> None:
+        """Attention to the keys on this rank, of this slice and of the one before it."""
+        self.self_attn.attend_own(state.attending)
+
+    def kv_wait(self, state: SliceState) -> None:
+        self.self_attn.kv_wait(state.attending)
 
     def attend(self, state: SliceState) -> None:
-        """Attention to the keys of this slice and of the one before it."""
-        assert state.q_BTHD is not None and state.kv_BTGD is not None
-        k_BTGD, v_BTGD = state.kv_BTGD
-        if state.before is not None:
-            assert state.before.kv_BTGD is not None
-            k_BTGD, v_BTGD = (
-                torch.cat(pair, dim=1) for pair in zip(state.before.kv_BTGD, state.kv_BTGD, strict=True)
-            )
-            state.before.kv_BTGD = None
-        if state.is_last:
-            state.kv_BTGD = None
-        state.attended_BTHD = self.self_attn.attend(
-            state.q_BTHD, k_BTGD, v_BTGD, state.inputs.plans[self.kind]
-        )
-        state.q_BTHD = None
+        """Attention to the keys of other ranks, of this slice and of the one before it."""
+        state.attended_BTHD = self.self_attn.attend(state.attending)
+        over = [state] if state.is_last else []
+        for each in [*over, state.before] if state.before is not None else over:
+            each.attending.release()
+            each.attention = None
 
     def dense(self, state: SliceState) -> None:
         """What follows attention in a dense layer."""

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpmoe.attention import phases, ulysses
+from cpmoe.attention.phases import AttentionState
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.scores import Scores
-from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.parallel.groups import Groups
 
@@ -87,12 +88,41 @@ class Attention(nn.Module):
         k_BTGD = rotate(self.k_norm(self.k_proj(x_BTM).view(heads)), rotary)
         return q_BTHD, k_BTGD, self.v_proj(x_BTM).view(*heads[:-1], self.v_head_dim)
 
-    def attend(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, plan: AttentionPlan) -> Tensor:
-        """[B, T, H, D]: KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`."""
-        on = self.groups.ring, self.groups.ring_grad, self.groups.ulysses
-        return sharded_attention(
-            q_BTHD, k_BTGD, v_BTGD, plan, *on, self.strategy, self.backend, self.scores, self.dkv_dtype
+    # Phases of attention: KV goes round `ring`, its gradient `ring_grad`; heads cross `ulysses`.
+
+    def kv_start(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        plan: AttentionPlan,
+        before: AttentionState | None,
+    ) -> AttentionState:
+        """Launches the first transfer of this slice's KV; `before`: the slice before it, if there is one."""
+        return ulysses.start(
+            q_BTHD,
+            k_BTGD,
+            v_BTGD,
+            plan,
+            self.groups.ring,
+            self.groups.ring_grad,
+            self.groups.ulysses,
+            strategy=self.strategy,
+            backend=self.backend,
+            scores=self.scores,
+            dkv_dtype=self.dkv_dtype,
+            before=before,
         )
+
+    def attend_own(self, state: AttentionState) -> None:
+        phases.attend_own(state)
+
+    def kv_wait(self, state: AttentionState) -> None:
+        phases.wait(state)
+
+    def attend(self, state: AttentionState) -> Tensor:
+        """[B, T, H, D]"""
+        return ulysses.attend(state, self.groups.ulysses)
 
     def output(self, out_BTHD: Tensor) -> Tensor:
         """out_BTHD → [B, T, M]"""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cpmoe.attention import phases, ulysses
 from cpmoe.attention.layout import padded_length, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.plan import deal_batch
 from cpmoe.attention.scores import Scores
-from cpmoe.attention.sharding import shard_batch
+from cpmoe.attention.slicing import shard_slices
 from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import create_groups
@@ -42,13 +43,16 @@ class Case:
     size_v: int | None = None
     softcap: float = 0.0
     contiguous: bool = True
+    # Two causal slices, whose phases alternate.
+    num_slices: int = 1
     # The scores of every run of `gap_tokens` keys are lifted by another multiple of 100.
     gap_tokens: int = 0
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         name = f"{self.name}-{self.layout}-{self.strategy}-{self.backend}-{kind}"
-        return f"{name}-ulysses{self.ulysses_size}" if self.ulysses_size > 1 else name
+        name += f"-ulysses{self.ulysses_size}" if self.ulysses_size > 1 else ""
+        return f"{name}-slices" if self.num_slices > 1 else name
 
 
 def documents(case: Case) -> Tensor:
@@ -88,18 +92,20 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def padded_to(case: Case, world_size: int) -> int:
-    return padded_length(documents(case).shape[1], world_size, 1, case.layout, case.ulysses_size)
+    seq_len = documents(case).shape[1]
+    return padded_length(seq_len, world_size, case.num_slices, case.layout, case.ulysses_size)
 
 
 def local_indices(case: Case, world_size: int) -> list[Tensor]:
-    """Place of every rank's tokens in the padded sequence."""
+    """Place of every rank's tokens in the padded sequence, slice after slice."""
     documents_BS = documents(case)
     missing = padded_to(case, world_size) - documents_BS.shape[1]
     documents_BS = F.pad(documents_BS, (0, missing), value=-1)
     ring_size = world_size // case.ulysses_size
-    segments = deal_batch(documents_BS, ring_size, case.layout, 1, (case.mask,))
+    segments = deal_batch(documents_BS, ring_size, case.layout, case.num_slices, (case.mask,))
     places = [torch.from_numpy(token_indices(own)) for own in segments]
-    return [part for index in places for part in index.chunk(case.ulysses_size)]
+    shape = case.num_slices, case.ulysses_size, -1
+    return [part.flatten() for index in places for part in index.view(shape).unbind(1)]
 
 
 def _local(x_BSHD: Tensor, index_T: Tensor, case: Case) -> Tensor:
@@ -119,22 +125,42 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     """[out, dq, dk, dv] of this rank's tokens, in the dtypes the product returns."""
     (q, k, v), grad_out = inputs(case) if given is None else given
     documents_BS = documents(case)
-    shard = shard_batch(
+    slices = shard_slices(
         *[documents_BS] * 4,
         world_size,
         rank,
         case.layout,
-        masks={"layer": case.mask},
-        ulysses_size=case.ulysses_size,
+        "causal" if case.num_slices > 1 else "none",
+        {"layer": case.mask},
+        case.ulysses_size,
     )
     index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
     scores = Scores(case.head_dim**-0.5, case.softcap) if case.softcap else None
-    out = sharded_attention(
-        *leaves, shard.plan, *groups, case.strategy, case.backend, scores, dkv_dtype=case.dkv_dtype
-    )
+    given_plans = [shard.plan for shard in slices]
+    if len(slices) == 1:
+        choices = case.strategy, case.backend, scores, case.dkv_dtype
+        out = sharded_attention(*leaves, *given_plans, *groups, *choices)
+    else:
+        out = _alternating(case, leaves, given_plans, groups, scores)
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
     return [out.detach(), *grads]
+
+
+def _alternating(case: Case, leaves, plans, groups, scores: Scores | None) -> Tensor:
+    """Both slices' keys travel before the first slice attends, as an overlapping schedule has them."""
+    (q, q_2), (k, k_2), (v, v_2) = (x.chunk(2, dim=1) for x in leaves)
+    choices = case.strategy, case.backend, scores, case.dkv_dtype
+    first = ulysses.start(q, k, v, plans[0], *groups, *choices)
+    second = ulysses.start(q_2, k_2, v_2, plans[1], *groups, *choices, first)
+    outputs = []
+    for state in (first, second):
+        phases.attend_own(state)
+        phases.wait(state)
+        outputs.append(ulysses.attend(state, groups[2]))
+    first.release()
+    second.release()
+    return torch.cat(outputs, dim=1)
 
 
 def make_groups(world_size: int, ulysses_size: int = 1):

@@ -50,7 +50,7 @@ def _grid(world_size: int) -> list[Case]:
             *_masked(world_size),
         ]
     )
-    exact += _exchanging_heads(world_size) + _bent_and_unequal(world_size)
+    exact += _exchanging_heads(world_size) + _bent_and_unequal(world_size) + _sliced(world_size)
     documents_ = ((seq_len // 2 + 3, seq_len // 2 - 3), (seq_len - 4, -4))
     rounded = [
         Case("rounded", documents_, dtype=dtype, backend=backend, strategy=strategy, head_dim=16)
@@ -107,6 +107,35 @@ def _bent_and_unequal(world_size: int) -> list[Case]:
         replace(bent, strategy="allgather", mask=Mask(causal=False)),
         *(replace(bent, ulysses_size=size) for size in (2, 4) if world_size % size == 0),
     ]
+
+
+def _sliced(world_size: int) -> list[Case]:
+    """Documents in one slice and over both, slices of which one needs no other rank, windows, sinks."""
+    half = 6 * world_size
+    whole, inside = ((2 * half,), (half - 3, half + 3)), ((half, 3, half - 3),)
+    mostly_second = ((1,) * half + (half,), (-half, half))
+    window = Mask(window=(9, None), num_sinks=2)
+    cases = [
+        Case("slices", rows, layout, mask, strategy, backend)
+        for rows, layout, mask, strategy, backend in (
+            (whole, "zigzag", CAUSAL, "ring", "sdpa"),
+            (whole, "striped", window, "ring", "reference"),
+            (whole, "balanced", CAUSAL, "allgather", "sdpa"),
+            (inside, "contiguous", CAUSAL, "ring", "sdpa"),
+            (inside, "zigzag", window, "ring", "sdpa"),
+            (mostly_second, "zigzag", CAUSAL, "ring", "reference"),
+            (mostly_second, "contiguous", window, "allgather", "reference"),
+            (((23,), (9, 14)), "zigzag", Mask(window=(3, None)), "ring", "sdpa"),
+            (((23,), (9, 14)), "striped", CAUSAL, "ring", "sdpa"),
+        )
+    ]
+    cases += [
+        Case("slices-heads", whole, layout, mask, ulysses_size=2, num_kv_heads=1)
+        for layout, mask in (("zigzag", CAUSAL), ("balanced", window))
+        if world_size % 2 == 0
+    ]
+    cases.append(Case("slices-half", whole, dtype=torch.bfloat16, head_dim=16))
+    return [replace(case, num_slices=2) for case in cases]
 
 
 def _masked(world_size: int) -> list[Case]:
@@ -199,6 +228,7 @@ def test_output_and_gradients(world_size: int, index: int):
         "contiguous": True,
         "ulysses_size": 1,
         "dkv_dtype": "",
+        "num_slices": 1,
     }
     reference = _expected(Case(**{**vars(case), **alone}))
     padding_BS = documents(case) < 0

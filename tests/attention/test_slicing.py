@@ -1,5 +1,7 @@
 """Slices of a micro-batch: every token once, and the plans of causal slices are together the whole mask."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpmoe.attention.layout import LAYOUTS, deal, padded_length, token_indices
 from cpmoe.attention.mask import Mask
-from cpmoe.attention.plan import RemoteHop, build_plan, deal_batch
+from cpmoe.attention.plan import RemoteHop, TokenRanges, build_plan, deal_batch
 from cpmoe.attention.slicing import shard_slices
 from tests.attention.dense import dense_mask
 
@@ -26,6 +28,10 @@ def _cases(draw):
     return torch.stack([ids_S, torch.zeros_like(ids_S)]), cp_size, layout, mask
 
 
+def tokens_of(ranges: TokenRanges) -> set[int]:
+    return {token for start, stop in ranges.ranges for token in range(start, stop)}
+
+
 @settings(max_examples=150, deadline=None)
 @given(_cases())
 def test_plans_of_causal_slices_are_the_mask_exactly_once(case):
@@ -35,10 +41,12 @@ def test_plans_of_causal_slices_are_the_mask_exactly_once(case):
     index_NT = [torch.from_numpy(token_indices(own)) for own in segments]
     seen_BSS = torch.zeros(batch_size, padded, padded, dtype=torch.int64)
     pairs = 0
+    first = None
     for index in range(2):
         plans = [
             build_plan(documents_BS, cp_size, r, layout, 2, mask, slice_index=index) for r in range(cp_size)
         ]
+        first = first or plans
         for rank, plan in enumerate(plans):
             length = padded // cp_size // 2
             assert (plan.num_queries, plan.num_tokens) == (length, (index + 1) * length)
@@ -47,8 +55,17 @@ def test_plans_of_causal_slices_are_the_mask_exactly_once(case):
                 needed = {t for r in hop.rectangles for t in range(r.k_start, r.k_stop)}
                 assert all(t < plan.num_tokens for t in needed), "keys of this slice and those before it"
                 if isinstance(hop, RemoteHop):
-                    arrives = {t for start, stop in hop.fetch.receive.ranges for t in range(start, stop)}
-                    assert needed <= arrives
+                    arrives, summed = (tokens_of(x) for x in (hop.fetch.receive, hop.deliver.send))
+                    if hop.by_slice and index:
+                        earlier = first[rank].remote[0]
+                        assert earlier.distance == hop.distance
+                        assert not arrives or min(arrives) >= length, (
+                            "tokens that are there do not come again"
+                        )
+                        arrives |= tokens_of(earlier.fetch.receive)
+                        summed |= tokens_of(earlier.deliver.send)
+                    assert needed <= arrives and needed <= summed
+                assert hop.reach.num_pairs == sum(part.num_pairs for part in hop.parts)
                 for r in hop.rectangles:
                     q_index = index_NT[rank][index * length :][r.q_start : r.q_stop]
                     k_index = index_NT[hop.source][r.k_start : r.k_stop]
@@ -103,3 +120,54 @@ def test_each_causal_slice_is_dealt_by_itself():
         *range(16, 20),
         *range(28, 32),
     ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(_cases())
+def test_transfers_of_causal_slices_match(case):
+    """What one rank sends another expects, is held by the sender, and dKV is handed on until it is home."""
+    documents_BS, cp_size, layout, mask = case
+    length = documents_BS.shape[1] // cp_size // 2
+    slices = [
+        [build_plan(documents_BS, cp_size, r, layout, 2, mask, slice_index=index) for r in range(cp_size)]
+        for index in range(2)
+    ]
+    for index, plans in enumerate(slices):
+        for plan, at in itertools.product(plans, range(len(plans[0].remote))):
+            hop = plan.remote[at]
+            for kind in ("fetch", "deliver"):
+                transfer = getattr(hop, kind)
+                other = getattr(plans[transfer.to_rank].remote[at], kind)
+                assert other.from_rank == plan.cp_rank and other.receive == transfer.send
+            held = tokens_of(plan.all_tokens)
+            if plan.is_relayed and at:
+                before = plan.remote[at - 1]
+                held = tokens_of(before.fetch.receive)
+                if before.by_slice and index:
+                    held |= tokens_of(slices[0][plan.cp_rank].remote[0].fetch.receive)
+            assert tokens_of(hop.fetch.send) <= held, "a rank sends what it has"
+            if plan.is_relayed and at + 1 < len(plan.remote):
+                assert tokens_of(hop.deliver.receive) <= tokens_of(plan.remote[at + 1].deliver.send)
+            else:
+                assert all(token < (index + 1) * length for token in tokens_of(hop.deliver.receive))
+
+
+@pytest.mark.parametrize("seq_len", [64, 8192])
+def test_causal_slices_send_no_more_than_none_over_the_busiest_link(seq_len):
+    """Forward and backward of one document on two ranks; dealt in slices, one rank needs more."""
+    documents_BS = torch.zeros(1, seq_len, dtype=torch.int64)
+
+    def sent(num_slices: int) -> list[list[int]]:
+        """Tokens of KV and of dKV that each rank sends."""
+        indices = range(2) if num_slices == 2 else (None,)
+        plans = [
+            [build_plan(documents_BS, 2, r, num_slices=num_slices, slice_index=index) for index in indices]
+            for r in range(2)
+        ]
+        hops = [[sum(plan.sent_bytes(1, 1, 1, 1), ()) for plan in own] for own in plans]
+        return [[sum(kind) // 2 for kind in zip(*own, strict=True)] for own in hops]
+
+    serial, sliced = sent(1), sent(2)
+    for kind in range(2):
+        assert max(rank[kind] for rank in sliced) == max(rank[kind] for rank in serial) == seq_len // 2
+    assert sliced == [[3 * seq_len // 8, seq_len // 2], [seq_len // 2, 3 * seq_len // 8]]

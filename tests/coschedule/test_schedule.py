@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmoe.coschedule.schedule import KINDS, POLICIES, Phase, Schedule, build_schedule, segments
-from cpmoe.coschedule.verify import ScheduleError, issue_order, verify, verify_ranks
+from cpmoe.coschedule.verify import (
+    ScheduleError,
+    backward_issue_order,
+    issue_order,
+    verify,
+    verify_ranks,
+)
 
 LAYERS = [[True], [False], [False, True, True], [True, False, True, False]]
 CASES = list(itertools.product(POLICIES, LAYERS, (1, 2), (True, False)))
@@ -33,7 +39,16 @@ def test_every_transfer_of_one_slice_travels_while_the_other_computes():
         first, last = (place[f"{transfer}_{end}", layer, index] for end in ("start", "wait"))
         between = {p.kind for p in schedule[first:last] if p.slice != index}
         is_last = (layer, index, transfer) == (2, 1, "combine")
-        assert is_last or between & {"attend", "experts"}, (layer, index, transfer)
+        assert is_last or between & {"attend_own", "attend", "experts"}, (layer, index, transfer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kv_of_every_slice_travels_while_queries_meet_what_is_here(policy):
+    schedule = build_schedule(policy, [True] * 3, 2)
+    place = {(p.kind, p.layer, p.slice): i for i, p in enumerate(schedule)}
+    for layer, index in itertools.product(range(3), range(2)):
+        first, last = (place[kind, layer, index] for kind in ("kv_start", "kv_wait"))
+        assert {p.kind for p in schedule[first:last]} & {"attend_own", "attend"}, (layer, index)
 
 
 def test_serial_has_no_other_work_in_a_transfer():
@@ -85,22 +100,35 @@ def test_a_rejection_says_what_and_where():
         verify((Phase("project", 0, 0, 1), *schedule[1:]), [True], 2)
 
 
-def test_backward_issues_in_reverse_on_each_group():
-    order = issue_order(build_schedule("overlap", [True, True], 2))
-    assert set(order) == {"ring", "ulysses", "meta", "expert", "expert_within"}
+def test_order_on_each_group_forward_and_backward():
+    schedule = build_schedule("overlap", [True, True], 2)
+    order = issue_order(schedule)
+    assert set(order) == {"ring", "ring_grad", "ulysses", "meta", "expert", "expert_within"}
     assert [p.slice for p in order["expert"][:4]] == [0, 1, 0, 1]
+    assert [(p.kind, p.slice) for p in order["ring"][:4]] == [
+        ("kv_start", 0), ("kv_start", 1), ("attend", 0), ("attend", 1)
+    ]  # fmt: skip
+    back = backward_issue_order(schedule)
+    assert set(back) == set(order) - {"meta"}, "counts have no gradient"
+    assert [(p.kind, p.slice) for p in back["ring_grad"][:4]] == [
+        ("attend", 1), ("kv_wait", 1), ("attend", 0), ("kv_wait", 0)
+    ]  # fmt: skip
+    assert [(p.kind, p.slice) for p in back["expert"][:4]] == [
+        ("combine_wait", 1), ("combine_wait", 0), ("dispatch_wait", 1), ("dispatch_wait", 0)
+    ]  # fmt: skip
 
 
 def test_slices_attend_in_order_and_recomputed_blocks_keep_their_phases():
     schedule = list(build_schedule("overlap", [True, True], 2, crossing=False))
-    first, second = (schedule.index(Phase("attend", 0, index, 0)) for index in range(2))
-    project = schedule.index(Phase("project", 0, 1, 0))
-    early = [*schedule[:first], schedule[project], schedule[second], *schedule[first:]]
-    early = [
-        p for i, p in enumerate(early) if i < first + 2 or p not in (schedule[project], schedule[second])
-    ]
-    with pytest.raises(ScheduleError, match=r"attend of slice 1 .* needs attend of slice 0"):
-        verify(tuple(early), [True, True], 2)
+    for kind, moved in (
+        ("attend", ("attend_own", "kv_wait", "attend")),
+        ("kv_start", ("project", "kv_start")),
+    ):
+        ahead = [Phase(name, 0, 1, 0) for name in moved]
+        others = [phase for phase in schedule if phase not in ahead]
+        at = others.index(Phase(kind, 0, 0, 0))
+        with pytest.raises(ScheduleError, match=rf"{kind} of slice 1 .* needs {kind} of slice 0"):
+            verify((*others[:at], *ahead, *others[at:]), [True, True], 2)
     crossing = build_schedule("overlap", [True, True], 2)
     with pytest.raises(ScheduleError, match="host must be in"):
         verify(crossing, [True, True], 2, crossing=False)

@@ -43,7 +43,7 @@ def _computes_meanwhile(transfer: TransferSpan, trace: RankTrace) -> bool:
     """Whether the other slice attended or ran experts between the launch and the wait."""
     return any(
         span.slice != transfer.slice
-        and span.kind in ("attend", "experts")
+        and span.kind in ("attend_own", "attend", "experts")
         and transfer.start <= span.start <= span.stop <= transfer.wait
         for span in trace.phases
     )

@@ -45,12 +45,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 # The four heads of each case, and KV heads that are fewer.
 ULYSSES = [
-    Job(Layout(world, world, 1, ulysses_size=size), case, strategy=strategy)
-    for world, size, case, strategy in (
-        (2, 2, "packed", "ring"),
-        (4, 2, "sliding", "ring"),
-        (4, 2, "ragged", "allgather"),
-        (4, 4, "crowded", "ring"),
+    Job(Layout(world, world, 1, ulysses_size=size), case, strategy=strategy, policy=policy, slicing=slicing)
+    for world, size, case, strategy, policy, slicing in (
+        (2, 2, "packed", "ring", "overlap", "causal"),
+        (4, 2, "sliding", "ring", "serial", "none"),
+        (4, 2, "ragged", "allgather", "overlap", "batch"),
+        (4, 2, "ragged", "ring", "overlap", "causal"),
+        (4, 4, "crowded", "ring", "serial", "causal"),
     )
 ]
 BACKENDS = {"attention": ("reference", "sdpa"), "experts": ("loop", "grouped_mm")}

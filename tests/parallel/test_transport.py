@@ -68,10 +68,8 @@ def test_each_launch_knows_its_phase(recompute):
             does = KINDS[kind]
             if how != "backward":
                 assert group in (*does.within, does.starts)
-            elif group == "ring_grad":
-                assert kind == "attend"
             else:  # what the wait of forward brought goes back from there
-                assert group in does.within or KINDS[str(does.waits)].starts == group
+                assert group in does.within or KINDS[str(does.waits)].returns == group
         again = {how for *_, how in launches} - {"forward", "backward"}
         assert again == ({"recomputed forward"} if recompute == "full" else set())
         rows = [launch[1:] for launch in launches if launch[0] == "expert" and launch[3] == "forward"]
@@ -85,6 +83,6 @@ def test_each_launch_knows_its_phase(recompute):
 def test_a_transfer_says_who_takes_part():
     texts = run_distributed(record_a_step, 2, "none")[1].texts
     ring = next(text for text in texts if text.startswith("group ring ("))
-    assert "from rank 0, to rank 0;" in ring and "forward of attend of slice 0 in layer 0" in ring
+    assert "from rank 0, to rank 0;" in ring and "forward of kv_start of slice 0 in layer 0" in ring
     expert = next(text for text in texts if text.startswith("group expert ("))
     assert "(ranks 0, 1; " in expert and "bytes to receive" in expert

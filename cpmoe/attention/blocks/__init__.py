@@ -21,6 +21,7 @@ from cpmoe.attention.blocks.accumulators import (
     QueryGradient,
     RunningSoftmax,
     SavedForward,
+    pack,
 )
 from cpmoe.attention.blocks.flash import FlashBlocks
 from cpmoe.attention.blocks.reference import ReferenceBlocks
@@ -38,6 +39,7 @@ __all__ = [
     "QueryGradient",
     "RunningSoftmax",
     "SavedForward",
+    "pack",
     "select_backend",
 ]
 

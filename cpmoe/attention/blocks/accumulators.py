@@ -9,7 +9,7 @@ head dim; the heads of V, of dV and of the output may have another size than tho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -74,23 +74,30 @@ class KeyValueBlock:
     def sizes(self) -> KeyValueSizes:
         return KeyValueSizes.of(self.k_BTGD, self.v_BTGD)
 
-    def pack(self, tokens: TokenRanges) -> Tensor:
-        """A flat buffer (`KeyValueSizes`) of some of the block's tokens: its own one where that fits."""
-        if self.packed is not None and tokens == self.tokens:
-            return self.packed
-        packed = self.k_BTGD.new_empty(self.sizes.elements(tokens.wire_tokens))
-        offset, places = 0, self.sizes.views(packed)
-        for start, stop in tokens.ranges:
-            length, first = stop - start, self.tokens.place(start, stop)
-            for place_BTGD, x_BTGD in zip(places, (self.k_BTGD, self.v_BTGD), strict=True):
-                place_BTGD[:, offset : offset + length] = x_BTGD[:, first : first + length]
-            offset += length
-        return packed
+    def like(self) -> tuple[Tensor, Tensor]:
+        """(k, v) of no tokens: what `KeyValueGradient` and `KeyValueSizes` are told."""
+        empty_k, empty_v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.k_BTGD, self.v_BTGD))
+        return empty_k, empty_v
 
     def keys_values(self, keys: TokenRuns) -> tuple[Tensor, Tensor]:
         """Keys and values [P, T, G, D] of local tokens `keys`."""
         keys = keys.within(self.tokens)
         return keys.take(self.k_BTGD), keys.take(self.v_BTGD)
+
+
+def pack(blocks: Sequence[KeyValueBlock], tokens: TokenRanges) -> Tensor:
+    """A flat buffer (`KeyValueSizes`) of tokens that `blocks` of one rank hold: one's own where that fits."""
+    for block in blocks:
+        if block.packed is not None and tokens == block.tokens:
+            return block.packed
+    sizes = blocks[0].sizes
+    packed = blocks[0].k_BTGD.new_empty(sizes.elements(tokens.wire_tokens))
+    places = sizes.views(packed)
+    for block in blocks:
+        for to, start, length in tokens.common(block.tokens):
+            for place_BTGD, x_BTGD in zip(places, (block.k_BTGD, block.v_BTGD), strict=True):
+                place_BTGD[:, to : to + length] = x_BTGD[:, start : start + length]
+    return packed
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -216,7 +223,7 @@ class KeyValueGradient:
     def __init__(self, tokens: TokenRanges, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
         self.tokens = tokens
         self._sizes = KeyValueSizes.of(k_BTGD, v_BTGD)
-        self._dtype, self._device = accumulation_dtype(k_BTGD.dtype), k_BTGD.device
+        self.dtype, self._device = accumulation_dtype(k_BTGD.dtype), k_BTGD.device
         self._sums: tuple[Tensor, Tensor] | None = None
         self._packed: Tensor | None = None
 
@@ -225,25 +232,22 @@ class KeyValueGradient:
         keys = keys.within(self.tokens)
         shape = self._sizes.batch_size, self.tokens.wire_tokens
         if self._sums is None and keys.covers(shape):
-            dk_BTGD, dv_BTGD = (x.to(self._dtype).reshape(*shape, *x.shape[2:]) for x in (dk_PTGD, dv_PTGD))
+            dk_BTGD, dv_BTGD = (x.to(self.dtype).reshape(*shape, *x.shape[2:]) for x in (dk_PTGD, dv_PTGD))
             self._sums = dk_BTGD, dv_BTGD
             return
         for total, part in zip(self.result(), (dk_PTGD, dv_PTGD), strict=True):
             keys.add(total, part)
 
     def add_packed(self, tokens: TokenRanges, packed: Tensor) -> None:
-        """Adds the packed gradient (`KeyValueSizes`) of some of these tokens; may keep it."""
+        """Adds the packed gradient (`KeyValueSizes`) of those of `tokens` that it holds; may keep it."""
         if self._sums is None and tokens == self.tokens:
-            self._packed = packed.to(self._dtype)
+            self._packed = packed.to(self.dtype)
             self._sums = self._sizes.views(self._packed)
             return
-        offset = 0
         arrived = self._sizes.views(packed)
-        for start, stop in tokens.ranges:
-            length, place = stop - start, self.tokens.place(start, stop)
+        for start, place, length in tokens.common(self.tokens):
             for total, part in zip(self.result(), arrived, strict=True):
-                total[:, place : place + length].add_(part[:, offset : offset + length])
-            offset += length
+                total[:, place : place + length].add_(part[:, start : start + length])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(dk_BTGD, dv_BTGD)"""
@@ -271,5 +275,5 @@ class KeyValueGradient:
 
     def _allocate(self, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         size = self._sizes.elements(self.tokens.wire_tokens)
-        self._packed = make(size, dtype=self._dtype, device=self._device)
+        self._packed = make(size, dtype=self.dtype, device=self._device)
         return self._sizes.views(self._packed)
