@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpmoe.coschedule.trace import RankTrace, Span, TransferSpan
 
 # Lanes of transfers and the groups whose transfers they show.
-LANES = {"ring": ("ring", "ring_grad"), "expert": ("expert", "meta"), "heads": ("ulysses",)}
+LANES = {
+    "ring": ("ring", "ring_grad"),
+    "expert": ("expert", "expert_across", "expert_within", "meta"),
+    "heads": ("ulysses",),
+}
 COLOURS = {
     "project": "#c6dbef",
     "attend_own": "#6baed6",
@@ -29,7 +34,9 @@ TRANSFER_COLOURS = {
     "combine": "#006d2c",
     "ulysses": "#8dd3c7",
 }
+TRANSFER_LABELS = {"ring": "KV", "ring_grad": "KV gradients", "meta": "counts", "ulysses": "heads"}
 WAIT = "#000000"
+BACKWARD = "#f0f0f0"
 
 
 class Panel(NamedTuple):
@@ -41,7 +48,7 @@ class Panel(NamedTuple):
 
 def transfer_name(transfer: TransferSpan) -> str:
     """dispatch or combine for rows, else the group."""
-    return transfer.phase.partition("_")[0] if transfer.group == "expert" else transfer.group
+    return transfer.phase.partition("_")[0] if transfer.group.startswith("expert") else transfer.group
 
 
 def lanes(trace: RankTrace) -> Iterator[tuple[str, list[TransferSpan]]]:
@@ -94,13 +101,19 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     )  # fmt: skip
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw_panel(axes, panel)
-    grid[-1, 0].set_xlabel("milliseconds since the step began")
     traces = [trace for panel in panels for trace in panel.ranks]
+    grid[-1, 0].set_xlabel("milliseconds since the step began")
+    grid[-1, 0].set_xlim(0, 1e3 * max(span.stop for trace in traces for span in trace.phases))
     kinds = {span.kind for trace in traces for span in trace.phases}
     names = {transfer_name(transfer) for trace in traces for transfer in trace.transfers}
     shown = {kind: colour for kind, colour in COLOURS.items() if kind in kinds}
     shown |= {"other phases": OTHER_PHASES, "waits": WAIT}
-    shown |= {f"{name} in flight": TRANSFER_COLOURS[name] for name in sorted(names)}
+    shown |= {
+        f"{TRANSFER_LABELS.get(name, name)} in flight": colour
+        for name, colour in TRANSFER_COLOURS.items()
+        if name in names
+    }
+    shown["backward"] = BACKWARD
     patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
     figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path)
@@ -117,6 +130,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             top, height = top + 0.42 * of.slice, 0.42
         axes.broken_barh([(start * 1e3, (stop - start) * 1e3)], (top, height), color=colour, lw=0)
 
+    for is_backward, run in groupby(panel.ranks[0].phases, key=lambda span: span.is_backward):
+        spans = list(run)
+        if is_backward:
+            axes.axvspan(spans[0].start * 1e3, spans[-1].stop * 1e3, color=BACKWARD, zorder=0, lw=0)
     for rank, trace in enumerate(panel.ranks):
         labels.append(f"rank {rank}  compute")
         for span in trace.phases:
@@ -130,7 +147,6 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.axhline(len(labels) - 0.5, color="#dddddd", lw=0.8)
     axes.set_yticks(range(len(labels)), labels, fontsize=9)
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_xlim(left=0)
     axes.set_title(panel.title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
