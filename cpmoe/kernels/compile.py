@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,9 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.int32: "i32",
 }
+# Of an argument: its place, and inside a tuple the place there.
+ArgumentPath = tuple[int, ...]
+Signature = str | tuple
 # Newest first: a kernel is named after the best that it has.
 MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync", "v_mfma")
 
@@ -48,26 +51,30 @@ class Resources(NamedTuple):
 
 def compile_launch(launch: Launch, architecture: Architecture) -> Resources:
     """The resources of `launch`, whose tensors may be on the meta device, on `architecture`."""
-    signature, constants, attributes = {}, dict(launch.constants), {}
+    signature: dict[str, Signature] = {}
+    constants: dict[ArgumentPath, Any] = {}
+    attributes: dict[ArgumentPath, list] = {}
+
+    def describe(path: ArgumentPath, value: Any) -> Signature:
+        """What the launcher would infer: 1 is a constant, multiples of 16 are known to be."""
+        if isinstance(value, tuple):
+            return tuple(describe((*path, place), item) for place, item in enumerate(value))
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, int) and value == 1:
+            constants[path] = 1
+            return "constexpr"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return f"*{TYPES[value.dtype]}" if isinstance(value, Tensor) else "i32"
+
     for index, name in enumerate(launch.kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = launch.arguments[name]
-        # What the launcher would infer: 1 is a constant, multiples of 16 are known to be.
-        if isinstance(value, Tensor):
-            signature[name] = f"*{TYPES[value.dtype]}"
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif value == 1:
-            signature[name], constants[name] = "constexpr", 1
+        if name in launch.constants:
+            signature[name], constants[(index,)] = "constexpr", launch.constants[name]
         else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[name] = describe((index,), launch.arguments[name])
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.tiles.num_warps, "num_stages": launch.tiles.num_stages}
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cpmoe.kernels.products import wide
+from cpmoe.kernels.products import product, wide
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -23,6 +23,20 @@ def tanh(x):
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     size = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def tile_tokens(tile, tiles_per_row, num_tokens, ROWS: tl.constexpr, PACK: tl.constexpr):
+    """(batch row, token of each of ROWS rows, whether it exists); PACK neighbouring rows share a token."""
+    token = (tile % tiles_per_row) * (ROWS // PACK) + tl.arange(0, ROWS) // PACK
+    return tile // tiles_per_row, token, token < num_tokens
+
+
+@triton.jit
+def tile_visits(offsets_ptr, tile):
+    """(first full run, first masked run, one past the last) of a tile; see tiles.py."""
+    offsets = offsets_ptr + 2 * tile
+    return tl.load(offsets), tl.load(offsets + 1), tl.load(offsets + 2)
 
 
 @triton.jit
@@ -41,14 +55,20 @@ def load_rows(pointers, columns, valid_rows, PADDED: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
+def load_head_rows(pointer, strides, batch, token, head, valid, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH] of [B, T, H, D]: the row of each token and head, 0 where it is not valid."""
+    base = pointer + wide(batch) * strides[0]
+    rows = base + token.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    return load_rows(rows[:, None], tl.arange(0, WIDTH), valid, WIDTH != SIZE, True, SIZE)
+
+
+@triton.jit
 def load_tile(
     source,
+    strides,
     batch,
     first,
     head,
-    stride_b,
-    stride_t,
-    stride_h,
     num_tokens,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -64,11 +84,18 @@ def load_tile(
         tile = source.load([batch, first, head, 0]).reshape([ROWS, WIDTH])
     else:
         row = tl.arange(0, ROWS)
-        base = source + wide(batch) * stride_b + wide(head) * stride_h + wide(first) * stride_t
-        pointers = base + (row * stride_t)[:, None]
+        base = source + wide(batch) * strides[0] + wide(head) * strides[2] + wide(first) * strides[1]
+        pointers = base + (row * strides[1])[:, None]
         valid = first + row < num_tokens
         tile = load_rows(pointers, tl.arange(0, WIDTH), valid, WIDTH != SIZE, MASKED, SIZE)
     return tile
+
+
+@triton.jit
+def sums_at(pointer, rows, valid, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """(pointers, mask), both [rows, WIDTH], of rows of float32 sums [.., SIZE]."""
+    column = tl.arange(0, WIDTH)
+    return pointer + rows[:, None] * SIZE + column[None, :], valid[:, None] & (column < SIZE)[None, :]
 
 
 @triton.jit
@@ -86,9 +113,41 @@ def load_bounds(bounds, index, valid, size, SINKS: tl.constexpr):
 
 
 @triton.jit
-def sees(key, start, stop, sink_start, sink_stop, SINKS: tl.constexpr):
-    """Whether a query sees a key; the arguments broadcast."""
+def sees(bounds, key, QUERY_AXIS: tl.constexpr, SINKS: tl.constexpr):
+    """Whether each query sees each key, queries along QUERY_AXIS and keys along the other."""
+    key = tl.expand_dims(key, QUERY_AXIS)
+    start = tl.expand_dims(bounds[0], 1 - QUERY_AXIS)
+    stop = tl.expand_dims(bounds[1], 1 - QUERY_AXIS)
     visible = (key >= start) & (key < stop)
     if SINKS:
+        sink_start = tl.expand_dims(bounds[2], 1 - QUERY_AXIS)
+        sink_stop = tl.expand_dims(bounds[3], 1 - QUERY_AXIS)
         visible = visible | ((key >= sink_start) & (key < sink_stop))
     return visible
+
+
+@triton.jit
+def score_factors(scale, softcap, SOFTCAP: tl.constexpr):
+    """(factor, cap): scores are (q · k) · factor, or with a softcap tanh of it · cap."""
+    return scale / softcap if SOFTCAP else scale * LOG2_E, softcap * LOG2_E
+
+
+@triton.jit
+def probabilities(a, b, factors, shift, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """(exp2(s − shift), slope) of the scores s of a · bᵀ; slope: of the softcap, where there is one."""
+    scores = product(a, tl.trans(b), PRECISION, UPCAST) * factors[0]
+    slope = scores
+    if SOFTCAP:
+        bent = tanh(scores)
+        scores = bent * factors[1]
+        slope = 1.0 - bent * bent
+    return tl.exp2(scores - shift), slope
+
+
+@triton.jit
+def score_gradient(probs, slope, dprobs, delta, SOFTCAP: tl.constexpr):
+    """dS = P · (dP − delta) · slope."""
+    dscores = probs * (dprobs - delta)
+    if SOFTCAP:
+        dscores *= slope
+    return dscores

@@ -74,7 +74,7 @@ class Problem:
             "dq_ptr": dq,
             **self._visits(lists),
             **self._strides(),
-            **_strides_of("grad_out", grad_out_BTHD, "h"),
+            "grad_out_strides": _strides(grad_out_BTHD),
             **self._sizes(lists),
         }
         grid = self._grid_of_queries(lists, pack, continues)
@@ -104,7 +104,7 @@ class Problem:
             "places_ptr": places_U,
             **self._visits(lists),
             **self._strides(),
-            **_strides_of("grad_out", grad_out_BTHD, "h"),
+            "grad_out_strides": _strides(grad_out_BTHD),
             **self._sizes(lists),
             "num_sums": dk.shape[1],
             "num_kv_heads": self.k_BUGD.shape[2],
@@ -154,11 +154,11 @@ class Problem:
             "runs_ptr": lists.runs,
         }
 
-    def _strides(self) -> dict[str, int]:
+    def _strides(self) -> dict[str, tuple[int, ...]]:
         return {
-            **_strides_of("q", self.q_BTHD, "h"),
-            **_strides_of("k", self.k_BUGD, "g"),
-            **_strides_of("v", self.v_BUGD, "g"),
+            "q_strides": _strides(self.q_BTHD),
+            "k_strides": _strides(self.k_BUGD),
+            "v_strides": _strides(self.v_BUGD),
         }
 
     def _sizes(self, lists: TileLists) -> dict[str, int | float]:
@@ -202,8 +202,8 @@ def query_rows(grad_out_BTHD: Tensor, out_BTHD: Tensor, lse_BTH: Tensor, rows_2B
         "lse_ptr": lse_BTH,
         "shift_ptr": rows_2BHT[0],
         "delta_ptr": rows_2BHT[1],
-        **_strides_of("grad_out", grad_out_BTHD, "h"),
-        **_strides_of("out", out_BTHD, "h"),
+        "grad_out_strides": _strides(grad_out_BTHD),
+        "out_strides": _strides(out_BTHD),
         "num_queries": num_queries,
         "num_heads": num_heads,
     }
@@ -227,5 +227,6 @@ def _width(x: Tensor) -> int:
     return max(16, triton.next_power_of_2(x.shape[3]))
 
 
-def _strides_of(name: str, x: Tensor, head_letter: str) -> dict[str, int]:
-    return {f"{name}_stride_{axis}": x.stride(i) for i, axis in enumerate(("b", "t", head_letter))}
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of batch row, token and head; that of the head dim is 1."""
+    return x.stride()[:3]
