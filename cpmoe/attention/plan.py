@@ -211,7 +211,7 @@ def build_plan(
     def reach(source: int) -> tuple[Reach, tuple[Reach, ...]]:
         counter, is_own = LocalCounter(segments[source]), source == cp_rank
         rows = [RowReach.of(visible, index_T, counter) for visible in rows_C]
-        whole = Reach(rows, place_B, is_own)
+        whole = Reach(rows, place_B, is_own, segments[source])
         if index == 0:
             return whole, (whole,)
         parts = [whole.within(*tokens[at], is_own and at == index) for at in range(index, -1, -1)]

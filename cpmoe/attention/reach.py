@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cpmoe.attention.geometry import LocalCounter
+from cpmoe.attention.layout import Segments
 from cpmoe.attention.mask import Visible
 from cpmoe.attention.rectangles import KINDS, Rectangle, staircase_rectangles
 from cpmoe.attention.stacks import Stack, stack_rectangles
@@ -47,15 +48,17 @@ class Reach:
     rows_C       the distinct rows of the batch
     place_B      which of them each batch row is, int64 [B]
     is_own       the keys are this rank's own, so that every real query sees at least itself
+    source       all tokens of the rank whose keys they are
     """
 
     rows_C: Sequence[RowReach]
     place_B: np.ndarray
     is_own: bool
+    source: Segments = ()
 
     def within(self, first: int, last: int, is_own: bool) -> Reach:
         """What they see of the keys [first, last) alone; `is_own` as for these."""
-        return Reach([row.within(first, last) for row in self.rows_C], self.place_B, is_own)
+        return Reach([row.within(first, last) for row in self.rows_C], self.place_B, is_own, self.source)
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:

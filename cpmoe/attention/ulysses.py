@@ -11,6 +11,7 @@ Shape letters: U ranks of a Ulysses group, B batch, T local tokens, H query head
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,9 @@ def start(
     qkv = q_BTHD, k_BTGD, v_BTGD
     if ulysses is not None:
         qkv = _exchange_heads(*qkv, ulysses)
+        if scores is not None and scores.dropout is not None:
+            own_heads = scores.dropout.of_heads(dist.get_rank(ulysses) * qkv[0].shape[2], qkv[0].shape[2])
+            scores = replace(scores, dropout=own_heads)
     return phases.start(STRATEGIES[strategy], *qkv, plan, ring, ring_grad, backend, scores, dkv_dtype, before)
 
 

@@ -27,7 +27,10 @@ OPTIMIZER_PARAMS = {
     "sgd": ("lr", "momentum", "weight_decay"),
 }
 # What attention backends lack that do not compute every model.
-LACKING = {"sdpa": ("attn_logit_softcapping", "v_head_dim"), "flash": ("v_head_dim",)}
+LACKING = {
+    "sdpa": ("attn_logit_softcapping", "attention_dropout", "v_head_dim"),
+    "flash": ("attention_dropout", "v_head_dim"),
+}
 MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
@@ -70,6 +73,7 @@ def check_scores(cpmoe: CpmoeConfig, recipe: Recipe) -> Iterator[Problem]:
     model, backend = recipe.model, cpmoe.attention.backend
     wanted = {
         "attn_logit_softcapping": model.attn_logit_softcapping is not None,
+        "attention_dropout": model.attention_dropout > 0,
         "v_head_dim": model.v_head_dim != model.head_dim,
     }
     for name, is_wanted in wanted.items():

@@ -40,6 +40,8 @@ class ModelConfig(Block):
     """Size of the heads of values, and so of the output; that of queries and keys where not given."""
     attn_logit_softcapping: Positive | None = None
     """Attention scores s become c * tanh(s / c), as in Gemma 2."""
+    attention_dropout: Decay = 0.0
+    """Share of attention probabilities that training drops; the same ones on every layout."""
     sliding_window: Count | None = None
     """Keys that a query of a sliding_attention layer sees, itself included."""
     layer_types: Annotated[

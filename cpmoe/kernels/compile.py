@@ -63,8 +63,8 @@ def compile_launch(launch: Launch, architecture: Architecture) -> Resources:
             return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
         if isinstance(value, float):
             return "fp32"
-        if isinstance(value, int) and value == 1:
-            constants[path] = 1
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
             return "constexpr"
         if isinstance(value, Tensor) or value % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]

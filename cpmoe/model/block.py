@@ -24,11 +24,18 @@ from cpmoe.parallel.groups import Groups
 
 
 class SliceInputs(NamedTuple):
-    """What stays the same for a slice in all layers: plans by kind of layer; real_BT is False at padding."""
+    """What stays the same for a slice in all layers.
+
+    rotary       angles of its tokens
+    plans        of its attention, by kind of layer
+    real_BT      False at padding
+    names_2BT    of the queries of its plans, where attention has dropout (`dropout.query_names`)
+    """
 
     rotary: Rotary
     plans: Mapping[str, AttentionPlan]
     real_BT: Tensor
+    names_2BT: Tensor | None = None
 
 
 @dataclass
@@ -73,7 +80,12 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(
-            config, groups, options.attention_strategy, options.attention_backend, options.attention_dkv_dtype
+            config,
+            index,
+            groups,
+            options.attention_strategy,
+            options.attention_backend,
+            options.attention_dkv_dtype,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.kind = config.layer_types[index]
@@ -141,7 +153,10 @@ class DecoderBlock(nn.Module):
         """Keys and values begin to travel."""
         assert state.qkv is not None
         before = state.before.attention if state.before is not None else None
-        state.attention = self.self_attn.kv_start(*state.qkv, state.inputs.plans[self.kind], before)
+        names_2BT = state.inputs.names_2BT
+        state.attention = self.self_attn.kv_start(
+            *state.qkv, state.inputs.plans[self.kind], before, names_2BT
+        )
         state.qkv = None
 
     def attend_own(self, state: SliceState) -> None:

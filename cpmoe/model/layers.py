@@ -5,6 +5,7 @@ Shape letters: B batch, T local tokens, H query heads, G KV heads, D head dim, M
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpmoe.attention import phases, ulysses
+from cpmoe.attention.dropout import Dropout, head_names
 from cpmoe.attention.phases import AttentionState
 from cpmoe.attention.plan import AttentionPlan
 from cpmoe.attention.scores import Scores
@@ -64,7 +66,7 @@ class Attention(nn.Module):
     """Grouped-query attention over a sequence that is split over the `ring` group."""
 
     def __init__(
-        self, config: ModelConfig, groups: Groups, strategy: str, backend: str, dkv_dtype: str
+        self, config: ModelConfig, layer: int, groups: Groups, strategy: str, backend: str, dkv_dtype: str
     ) -> None:
         super().__init__()
         self.head_dim, self.v_head_dim = config.head_dim, config.v_head_dim
@@ -75,6 +77,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+        self.layer = layer
+        self.dropout_rate = config.attention_dropout
         self.scores = Scores(self.head_dim**-0.5, config.attn_logit_softcapping or 0.0)
         self.groups = groups
         self.strategy = strategy
@@ -97,8 +101,16 @@ class Attention(nn.Module):
         v_BTGD: Tensor,
         plan: AttentionPlan,
         before: AttentionState | None,
+        names_2BT: Tensor | None = None,
     ) -> AttentionState:
-        """Launches the first transfer of this slice's KV; `before`: the slice before it, if there is one."""
+        """Launches the first transfer of this slice's KV; `before`: the slice before it, if there is one.
+
+        `names_2BT` are those of the plan's queries, for dropout; without them there is none.
+        """
+        scores = self.scores
+        if names_2BT is not None:
+            heads_2H = head_names(self.layer, q_BTHD.shape[2], q_BTHD.device)
+            scores = replace(scores, dropout=Dropout(self.dropout_rate, names_2BT, heads_2H))
         return ulysses.start(
             q_BTHD,
             k_BTGD,
@@ -109,7 +121,7 @@ class Attention(nn.Module):
             self.groups.ulysses,
             strategy=self.strategy,
             backend=self.backend,
-            scores=self.scores,
+            scores=scores,
             dkv_dtype=self.dkv_dtype,
             before=before,
         )

@@ -9,7 +9,7 @@ from cpmoe.config.deepspeed import ExpertsConfig
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the model computes, none of which changes what it computes.
+    """How the model computes. Nothing but the seed changes what it computes.
 
     attention_strategy  ring | allgather
     attention_backend   auto | reference | sdpa | triton | triton_tf32
@@ -18,6 +18,7 @@ class ModelOptions:
     coschedule_policy   serial | overlap: how the phases of two slices are ordered
     recompute           none | full: forget a block's activations and compute them again in backward
     loss_chunk_tokens   rows of logits that exist at once
+    seed                of what is drawn in forward: the masks of dropout
     """
 
     attention_strategy: str = "ring"
@@ -27,3 +28,4 @@ class ModelOptions:
     coschedule_policy: str = "serial"
     recompute: str = "none"
     loss_chunk_tokens: int = 1024
+    seed: int = 0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cpmoe.attention.dropout import query_names
 from cpmoe.attention.sharding import SequenceShard
 from cpmoe.config.recipe import ModelConfig
 from cpmoe.coschedule.executor import Observer, execute
@@ -74,6 +75,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.config = config
+        self.seed = options.seed
         self.policy, self.crossing = options.coschedule_policy, options.recompute == "none"
         self.observer: Observer | None = None
         for num_slices in (1, 2):
@@ -115,7 +117,12 @@ class Decoder(nn.Module):
         states: list[SliceState] = []
         for shard, x in zip(slices, xs, strict=True):
             rotary = rotary_angles(shard.positions_BT, config.head_dim, config.rope_theta, x.dtype)
-            inputs = SliceInputs(rotary, shard.plans, shard.documents_BT >= 0)
+            names_2BT = None
+            if config.attention_dropout and self.training:
+                # The plans of all kinds of layers have the same queries.
+                plan = next(iter(shard.plans.values()))
+                names_2BT = query_names(self.seed, shard.sequences_B, plan)
+            inputs = SliceInputs(rotary, shard.plans, shard.documents_BT >= 0, names_2BT)
             before = states[-1] if shard.follows else None
             if before is not None:
                 before.is_last = False

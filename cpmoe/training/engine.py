@@ -106,6 +106,7 @@ def build_model(run: RunConfig, groups: Groups) -> CausalLM:
             coschedule_policy="serial" if run.policy == "serial" else "overlap",
             recompute=recipe.train.recompute,
             loss_chunk_tokens=recipe.train.loss_chunk_tokens,
+            seed=recipe.train.seed,
         ),
     )
     init_weights(model, recipe.train.seed)

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cpmoe.attention import phases, ulysses
+from cpmoe.attention.dropout import Dropout, head_names, query_names
 from cpmoe.attention.layout import padded_length, token_indices
 from cpmoe.attention.mask import CAUSAL, Mask
-from cpmoe.attention.plan import deal_batch
+from cpmoe.attention.plan import AttentionPlan, deal_batch
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.slicing import shard_slices
 from cpmoe.attention.ulysses import sharded_attention
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import create_groups
 from tests.attention.dense import dense_gradients
+from tests.attention.dropout_twin import twin_mask
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Case:
     # Of V, where it is another.
     size_v: int | None = None
     softcap: float = 0.0
+    dropout: float = 0.0
     contiguous: bool = True
     # Two causal slices, whose phases alternate.
     num_slices: int = 1
@@ -53,6 +56,14 @@ class Case:
         name = f"{self.name}-{self.layout}-{self.strategy}-{self.backend}-{kind}"
         name += f"-ulysses{self.ulysses_size}" if self.ulysses_size > 1 else ""
         return f"{name}-slices" if self.num_slices > 1 else name
+
+
+# What names the masks of dropout.
+SEED, LAYER = 7, 3
+
+
+def sequences(case: Case) -> Tensor:
+    return 5 + 3 * torch.arange(len(case.rows))
 
 
 def documents(case: Case) -> Tensor:
@@ -88,7 +99,12 @@ def inputs(case: Case) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 def expected(case: Case) -> list[Tensor]:
     """[out, dq, dk, dv] of the whole sequence in float64."""
     leaves, grad_out = inputs(case)
-    return list(dense_gradients(leaves, grad_out, documents(case), case.mask, case.softcap))
+    documents_BS, weights = documents(case), None
+    if case.dropout:
+        numbers, seq_len = sequences(case).tolist(), documents_BS.shape[1]
+        kept = twin_mask(case.dropout, SEED, LAYER, numbers, case.num_heads, seq_len)
+        weights = kept.double() / (1 - case.dropout)
+    return list(dense_gradients(leaves, grad_out, documents_BS, case.mask, case.softcap, weights))
 
 
 def padded_to(case: Case, world_size: int) -> int:
@@ -136,23 +152,31 @@ def run_case(case: Case, rank: int, world_size: int, groups, given=None) -> list
     )
     index_T = local_indices(case, world_size)[rank]
     leaves = [_local(x, index_T, case).requires_grad_() for x in (q, k, v)]
-    scores = Scores(case.head_dim**-0.5, case.softcap) if case.softcap else None
     given_plans = [shard.plan for shard in slices]
     if len(slices) == 1:
-        choices = case.strategy, case.backend, scores, case.dkv_dtype
-        out = sharded_attention(*leaves, *given_plans, *groups, *choices)
+        out = sharded_attention(*leaves, *given_plans, *groups, *_choices(case, *given_plans))
     else:
-        out = _alternating(case, leaves, given_plans, groups, scores)
+        out = _alternating(case, leaves, given_plans, groups)
     grads = torch.autograd.grad(out, leaves, _local(grad_out, index_T, case))
     return [out.detach(), *grads]
 
 
-def _alternating(case: Case, leaves, plans, groups, scores: Scores | None) -> Tensor:
+def _choices(case: Case, plan: AttentionPlan) -> tuple[str, str, Scores | None, str]:
+    """strategy, backend, scores and dkv_dtype"""
+    scores = None
+    if case.softcap or case.dropout:
+        heads_2H = head_names(LAYER, case.num_heads, torch.device("cpu"))
+        names = query_names(SEED, sequences(case), plan), heads_2H
+        dropout = Dropout(case.dropout, *names) if case.dropout else None
+        scores = Scores(case.head_dim**-0.5, case.softcap, dropout)
+    return case.strategy, case.backend, scores, case.dkv_dtype
+
+
+def _alternating(case: Case, leaves, plans, groups) -> Tensor:
     """Both slices' keys travel before the first slice attends, as an overlapping schedule has them."""
     (q, q_2), (k, k_2), (v, v_2) = (x.chunk(2, dim=1) for x in leaves)
-    choices = case.strategy, case.backend, scores, case.dkv_dtype
-    first = ulysses.start(q, k, v, plans[0], *groups, *choices)
-    second = ulysses.start(q_2, k_2, v_2, plans[1], *groups, *choices, first)
+    first = ulysses.start(q, k, v, plans[0], *groups, *_choices(case, plans[0]))
+    second = ulysses.start(q_2, k_2, v_2, plans[1], *groups, *_choices(case, plans[1]), first)
     outputs = []
     for state in (first, second):
         phases.attend_own(state)

@@ -36,8 +36,9 @@ def dense_attention(
     documents_BS: Tensor,
     mask: Mask = CAUSAL,
     softcap: float = 0.0,
+    weights_BHSS: Tensor | None = None,
 ) -> Tensor:
-    """Softmax over the visible keys; 0 for queries that see none. Computes in the dtype it is given."""
+    """Softmax over the visible keys, times `weights`; 0 for queries that see none. In the inputs' dtype."""
     group = q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (x.repeat_interleave(group, dim=2) for x in (k_BSGD, v_BSGD))
     scores = torch.einsum("bihd,bjhd->bhij", q_BSHD, k_BSHD) / q_BSHD.shape[-1] ** 0.5
@@ -48,6 +49,8 @@ def dense_attention(
     padding = (documents_BS < 0)[:, None]
     safe = visible | (torch.eye(documents_BS.shape[1], dtype=torch.bool) & padding[..., None])
     probs = scores.masked_fill(~safe, -torch.inf).softmax(dim=-1).masked_fill(padding[..., None], 0.0)
+    if weights_BHSS is not None:
+        probs = probs * weights_BHSS.to(probs.dtype)
     return torch.einsum("bhij,bjhd->bihd", probs, v_BSHD)
 
 
@@ -57,8 +60,9 @@ def dense_gradients(
     documents_BS: Tensor,
     mask: Mask = CAUSAL,
     softcap: float = 0.0,
+    weights_BHSS: Tensor | None = None,
 ):
     """(out, dq, dk, dv) in the inputs' dtype."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = dense_attention(*leaves, documents_BS, mask, softcap)
+    out = dense_attention(*leaves, documents_BS, mask, softcap, weights_BHSS)
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out_BSHD)

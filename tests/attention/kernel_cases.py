@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cpmoe.attention.dropout import Dropout
 from cpmoe.attention.scores import Scores
 from cpmoe.attention.spans import KeySpans
 from cpmoe.kernels.architectures import architecture_of
+from tests.attention.dropout_twin import twin_kept
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class KernelCase:
     num_hops: int = 1
     dtype: torch.dtype = torch.float32
     softcap: float = 0.0
+    dropout: float = 0.0
     scale: float = 0.125
     strided: bool = False
     descriptors: bool = False
@@ -99,6 +102,17 @@ def tensors(case: KernelCase) -> tuple[Tensor, list[Tensor], list[Tensor], Tenso
     return q, keys, values, random(case.num_queries, case.num_heads, case.size_v)
 
 
+def names(case: KernelCase) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Of the queries [2, B, T], heads [2, H] and keys of each hop [U], all int32."""
+    generator = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    keys = [random(case.num_keys) for _ in range(case.num_hops)]
+    return random(2, case.batch_size, case.num_queries), random(2, case.num_heads), keys
+
+
 def naive(case: KernelCase, dtype: torch.dtype) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv (of all hops, in order) by the definition, computed in `dtype`."""
     q, keys, values, grad_out = tensors(case)
@@ -112,7 +126,12 @@ def naive(case: KernelCase, dtype: torch.dtype) -> dict[str, Tensor]:
     blind = hidden.all(-1, keepdim=True)
     scores = scores.masked_fill(hidden & ~blind, -torch.inf)
     probs = scores.softmax(-1).masked_fill(blind, 0.0)
-    out = torch.einsum("bhtu,buhd->bthd", probs, v)
+    weights = torch.ones_like(probs)
+    if case.dropout:
+        queries, heads, key_names = names(case)
+        kept = twin_kept(case.dropout, queries, heads, torch.cat(key_names))
+        weights = kept.double() / (1 - case.dropout)
+    out = torch.einsum("bhtu,buhd->bthd", probs * weights.to(dtype), v)
     lse = scores.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf).transpose(1, 2)
     grads = torch.autograd.grad(out, leaves, grad_out.to(dtype))
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
@@ -138,16 +157,21 @@ def by_kernels(case: KernelCase, device: str, precision: str = "ieee") -> dict[s
 
     q, keys, values, grad_out = tensors(case)
     q, grad_out = layout(q, case, device), layout(grad_out, case, device)
+    query_names, head_names, key_names = names(case)
+    dropout = None
+    if case.dropout:
+        dropout = Dropout(case.dropout, query_names.to(device), head_names.to(device))
     problems = [
         Problem(
             q,
             layout(k, case, device),
             layout(v, case, device),
             spans(visible(case, hop)),
-            Scores(case.scale, case.softcap),
+            Scores(case.scale, case.softcap, dropout),
             precision,
             architecture_of(q.device),
             case.descriptors,
+            key_names[hop].to(device),
         )
         for hop, (k, v) in enumerate(zip(keys, values, strict=True))
     ]

@@ -106,6 +106,19 @@ def _bent_and_unequal(world_size: int) -> list[Case]:
         replace(bent, backend="auto", mask=window),
         replace(bent, strategy="allgather", mask=Mask(causal=False)),
         *(replace(bent, ulysses_size=size) for size in (2, 4) if world_size % size == 0),
+        *_dropped(world_size, replace(plain, name="dropout", size_v=None, dropout=0.3)),
+    ]
+
+
+def _dropped(world_size: int, case: Case) -> list[Case]:
+    """Some of the probabilities, the same in every layout and way around the ring."""
+    window = Mask(window=(8, None), num_sinks=2)
+    return [
+        case,
+        replace(case, strategy="allgather", layout="striped", mask=Mask(causal=False), dtype=torch.float32),
+        replace(case, layout="balanced", mask=window, softcap=0.5, size_v=3, backend="auto"),
+        replace(case, num_slices=2),
+        *(replace(case, ulysses_size=n, num_kv_heads=1) for n in (2, 4) if world_size % n == 0),
     ]
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from cpmoe.attention import ring
+from cpmoe.attention import phases, ring
 from cpmoe.attention.blocks.flash import FlashBlocks
 from cpmoe.attention.mask import CAUSAL, Mask
 from cpmoe.attention.plan import build_plan
@@ -81,7 +81,7 @@ def flash_attn(monkeypatch):
     interface._flash_attn_varlen_backward = _backward
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-    monkeypatch.setattr(ring, "select_backend", lambda *_: FlashBlocks())
+    monkeypatch.setattr(phases, "select_backend", lambda *_: FlashBlocks())
 
 
 @pytest.mark.parametrize(

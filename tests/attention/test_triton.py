@@ -56,6 +56,8 @@ CASES = [
     KernelCase("gap-down", mask="full", num_hops=3, lifts=(200.0, 100.0, -2000.0), num_keys=40),
     KernelCase("softcap", softcap=3.0, scale=0.5, num_hops=2),
     KernelCase("softcap", softcap=30.0, dtype=torch.bfloat16, mask="documents"),
+    KernelCase("dropout", dropout=0.3, mask="sinks", num_hops=2, batch_size=2, num_heads=4, num_kv_heads=2),
+    KernelCase("dropout-half", dropout=0.1, softcap=3.0, mask="blind", num_hops=2, dtype=torch.bfloat16),
     *(
         KernelCase(f"descriptors-{d}", size_qk=d, size_v=d, dtype=dtype, mask="sinks", descriptors=True)
         for d, dtype in ((64, torch.bfloat16), (80, torch.float16))

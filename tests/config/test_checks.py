@@ -115,6 +115,8 @@ def test_sizes_that_do_not_fit_each_other(files, overrides, message):
     ("overrides", "backend", "message"),
     [
         (["model.attn_logit_softcapping=30.0"], "sdpa", "model.attn_logit_softcapping 30.0; legal: "),
+        (["model.attention_dropout=0.1"], "sdpa", "model.attention_dropout 0.1; legal: "),
+        (["model.attention_dropout=0.1"], "flash", "model.attention_dropout 0.1; legal: "),
         (["model.v_head_dim=8"], "sdpa", "model.v_head_dim 8; legal: "),
         (["model.v_head_dim=8"], "flash", "model.v_head_dim 8; legal: "),
     ],
@@ -133,6 +135,7 @@ def test_what_backends_lack_is_what_they_refuse(monkeypatch):
 
     from cpmoe.attention.blocks import _BACKENDS, flash
     from cpmoe.attention.blocks.triton import backend as triton
+    from cpmoe.attention.dropout import Dropout
     from cpmoe.attention.scores import Scores
 
     monkeypatch.setattr(flash, "_missing", lambda: None)
@@ -142,9 +145,10 @@ def test_what_backends_lack_is_what_they_refuse(monkeypatch):
     q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
-    plain = Scores(0.125)
+    plain, names = Scores(0.125), torch.zeros(2, 1, 1)
     asked = {
         "attn_logit_softcapping": (q, Scores(0.125, softcap=30.0)),
+        "attention_dropout": (q, Scores(0.125, dropout=Dropout(0.1, names, names))),
         "v_head_dim": (q[..., :32], plain),
     }
     for name, blocks in _BACKENDS.items():

@@ -62,12 +62,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_sink_tokens": 2,
     },
     "bent": {"first_k_dense_replace": 0, "attn_logit_softcapping": 1.5, "v_head_dim": 6},
+    "dropout": {"attention_dropout": 0.3},
 }
 
 
 def model_config(variant: str, **changes: Any) -> ModelConfig:
     """A tiny model: base (first layer dense), tied (every layer MoE, 8 experts top-3), top1 (one KV head),
-    sliding (a window and sinks in one of two layers), bent (a softcap, smaller heads of values)."""
+    sliding (a window and sinks in one of two layers), bent (a softcap, smaller heads of values), dropout (in
+    attention)."""
     return ModelConfig(**{**_BASE, **MODELS[variant], **changes})
 
 
@@ -214,7 +216,7 @@ CASES: dict[str, Case] = {
     "top1": Case("top1", [[32], [31, 1], [1, 31], [16, 16]], labels="uneven"),
 }
 # Outside the grids: not every backend computes them.
-CASES_OF_SCORES: dict[str, Case] = {"bent": Case("bent", _PACKED)}
+CASES_OF_SCORES: dict[str, Case] = {"bent": Case("bent", _PACKED), "dropout": Case("dropout", _PACKED)}
 _ALL = CASES | CASES_OF_SCORES
 # Chosen for routes that float32 rounding can not flip (test_cases.py holds the margin).
 SEEDS = {
@@ -230,6 +232,7 @@ SEEDS = {
     "sliding": 2,
     "top1": 105,
     "bent": 0,
+    "dropout": 0,
 }
 
 
@@ -267,6 +270,12 @@ def data_rows(batch: Batch, data_rank: int, data_parallel_size: int) -> Batch:
     """The sequences of one data-parallel rank."""
     share = batch.tokens_BS.shape[0] // data_parallel_size
     return Batch(*(x[data_rank * share : (data_rank + 1) * share] for x in batch))
+
+
+def sequence_numbers(micro: int, data_rank: int, data_parallel_size: int) -> Tensor:
+    """The numbers of those sequences in micro-step `micro`, as the reference counts them."""
+    share = NUM_ROWS // data_parallel_size
+    return torch.arange(share) + micro * NUM_ROWS + data_rank * share
 
 
 def num_labels(batches: list[Batch]) -> int:

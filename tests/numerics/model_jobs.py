@@ -23,7 +23,7 @@ from cpmoe.model.transformer import CausalLM, LossScale
 from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups, create_groups
 from tests.numerics import cases
-from tests.numerics.reference import Batch
+from tests.numerics.reference import SEED, Batch
 
 STEP_SIZE = 0.05
 
@@ -124,8 +124,9 @@ def rank_slices(
             slicing,
             attention_masks(config),
             grid.ulysses_size,
+            cases.sequence_numbers(micro, grid.data_rank(rank), grid.data_parallel_size),
         )
-        for batch in batches
+        for micro, batch in enumerate(batches)
     ]
 
 
@@ -154,6 +155,7 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
         coschedule_policy=job.policy,
         recompute=job.recompute,
         loss_chunk_tokens=job.loss_chunk_tokens,
+        seed=SEED,
     )
     in_model = replace(groups, world=None) if job.fault == "local_counts" else groups
     model = CausalLM(cases.case_config(job.case), in_model, options).to(getattr(torch, job.dtype))

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.attention.dropout_twin import twin_mask
+
+SEED = 11  # of dropout
 IGNORED = -100
 PADDING = -1
 
@@ -58,7 +61,9 @@ def _rotate(x_BSHD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
 
 
-def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch: Batch, kind: str) -> Tensor:
+def _attention(
+    config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch: Batch, layer: int, first_sequence: int
+) -> Tensor:
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     batch_size, seq_len, _ = x_BSM.shape
 
@@ -81,9 +86,12 @@ def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch:
     seen_BSS = (
         (docs[:, :, None] == docs[:, None, :]) & (order[:, None] >= order) & (docs != PADDING)[:, :, None]
     )
-    if kind == "sliding_attention":
+    if config.layer_types[layer] == "sliding_attention":
         is_near_SS = order[:, None] - order < config.sliding_window
         seen_BSS &= is_near_SS | (batch.positions_BS < config.num_sink_tokens)[:, None]
+    if config.attention_dropout:
+        numbers = range(first_sequence, first_sequence + batch_size)
+        kept_BHSS = twin_mask(config.attention_dropout, SEED, layer, numbers, num_heads, seq_len)
     outputs = []
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
@@ -94,6 +102,8 @@ def _attention(config: Any, weights: Mapping[str, Tensor], x_BSM: Tensor, batch:
         # A padding row sees nothing: it is computed as if it saw everything, then set to 0.
         scores_BSS = scores_BSS.masked_fill(~seen_BSS & seen_BSS.any(-1, keepdim=True), -math.inf)
         probs_BSS = scores_BSS.softmax(-1) * seen_BSS.any(-1, keepdim=True)
+        if config.attention_dropout:
+            probs_BSS = probs_BSS * kept_BHSS[:, head] / (1 - config.attention_dropout)
         outputs.append(probs_BSS @ v_BSGD[:, :, kv_head])
     return torch.cat(outputs, dim=-1) @ weights["o_proj.weight"].T
 
@@ -149,8 +159,13 @@ def _experts(
     return y_PM
 
 
-def forward_logits(config: Any, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Routed]:
-    """Logits [B, S, V] of one micro-step and the balance terms of its MoE layers."""
+def forward_logits(
+    config: Any, weights: Mapping[str, Tensor], batch: Batch, first_sequence: int = 0
+) -> tuple[Tensor, Routed]:
+    """Logits [B, S, V] of one micro-step and the balance terms of its MoE layers.
+
+    Rows are sequences `first_sequence` and on.
+    """
 
     def below(prefix: str) -> dict[str, Tensor]:
         return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
@@ -162,7 +177,7 @@ def forward_logits(config: Any, weights: Mapping[str, Tensor], batch: Batch) -> 
         layer = below(f"model.layers.{index}.")
         h_BSM = _norm(x_BSM, layer["input_layernorm.weight"], config.rms_norm_eps)
         attention = below(f"model.layers.{index}.self_attn.")
-        x_BSM = x_BSM + _attention(config, attention, h_BSM, batch, config.layer_types[index])
+        x_BSM = x_BSM + _attention(config, attention, h_BSM, batch, index, first_sequence)
         h_PM = _norm(x_BSM, layer["post_attention_layernorm.weight"], config.rms_norm_eps).flatten(0, 1)
         mlp = below(f"model.layers.{index}.mlp.")
         if index < config.first_k_dense_replace:
@@ -194,8 +209,8 @@ def reference_step(
 
     cross_entropy = aux = zloss = torch.zeros((), dtype=torch.float64)
     counts, margin = [], math.inf
-    for batch in micro_steps:
-        logits_BSV, routed = forward_logits(config, leaves, batch)
+    for micro, batch in enumerate(micro_steps):
+        logits_BSV, routed = forward_logits(config, leaves, batch, micro * len(batch.tokens_BS))
         valid_BS = batch.labels_BS != IGNORED
         picked = logits_BSV.gather(-1, batch.labels_BS.clamp(min=0)[..., None])[..., 0]
         cross_entropy = cross_entropy + ((logits_BSV.logsumexp(-1) - picked) * valid_BS).sum() / num_labels

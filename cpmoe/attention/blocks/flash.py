@@ -90,6 +90,8 @@ class FlashBlocks:
             return f"{dtype} is not one of bfloat16, float16"
         if head_dim > MAX_HEAD_DIM or head_dim % 8:
             return f"head size {head_dim} is no multiple of 8 up to {MAX_HEAD_DIM}"
+        if scores.dropout is not None:
+            return "flash-attn draws dropout by its own places, which differ from layout to layout"
         if v_BTGD.shape[-1] != head_dim:
             return f"head size {v_BTGD.shape[-1]} of V must be {head_dim}, that of K"
         return None

@@ -18,9 +18,11 @@ from cpmoe.attention.blocks.accumulators import (
     SavedForward,
     accumulation_dtype,
 )
+from cpmoe.attention.dropout import Dropout, kept, key_names
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.rectangles import Kind
 from cpmoe.attention.scores import Scores
+from cpmoe.attention.stacks import Stack
 
 
 class ReferenceBlocks:
@@ -42,6 +44,8 @@ class ReferenceBlocks:
             scores_BGRTU = _scores(q_BTGRD, k_BUGD, scores, stack.kind)
             lse_BGRT = torch.logsumexp(scores_BGRTU, dim=-1)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
+            if scores.dropout is not None:
+                probs_BGRTU *= _weights(scores.dropout, block, reach, stack, probs_BGRTU)
             out_BTGRD = torch.einsum("bgrtu,bugd->btgrd", probs_BGRTU, v_BUGD)
             state.merge(stack, out_BTGRD.flatten(2, 3), lse_BGRT.flatten(1, 2).transpose(1, 2))
 
@@ -66,6 +70,10 @@ class ReferenceBlocks:
             scores_BGRTU = _scores(q_BTGRD, k_BUGD, saved.scores, stack.kind)
             probs_BGRTU = _probabilities(scores_BGRTU, lse_BGRT)
             dprobs_BGRTU = torch.einsum("btgrd,bugd->bgrtu", grad_out_BTGRD, v_BUGD)
+            weighted_BGRTU = probs_BGRTU
+            if saved.scores.dropout is not None:
+                weights_BGRTU = _weights(saved.scores.dropout, block, reach, stack, probs_BGRTU)
+                weighted_BGRTU, dprobs_BGRTU = (x * weights_BGRTU for x in (probs_BGRTU, dprobs_BGRTU))
             dscores_BGRTU = probs_BGRTU * (dprobs_BGRTU - delta_BGRT[..., None]) * saved.scores.scale
             if saved.scores.softcap:
                 # d tanh(x) = 1 − tanh(x)²; a hidden score is -inf and its probability 0.
@@ -75,7 +83,7 @@ class ReferenceBlocks:
             dkv.add(
                 stack.keys,
                 torch.einsum("bgrtu,btgrd->bugd", dscores_BGRTU, q_BTGRD),
-                torch.einsum("bgrtu,btgrd->bugd", probs_BGRTU, grad_out_BTGRD),
+                torch.einsum("bgrtu,btgrd->bugd", weighted_BGRTU, grad_out_BTGRD),
             )
 
 
@@ -92,6 +100,17 @@ def _scores(q_BTGRD: Tensor, k_BUGD: Tensor, scores: Scores, kind: Kind) -> Tens
         hidden_TU = all_TU.triu(1) if kind == "causal" else all_TU.tril(-1)
         scores_BGRTU.masked_fill_(hidden_TU, -torch.inf)
     return scores_BGRTU
+
+
+def _weights(
+    dropout: Dropout, block: KeyValueBlock, reach: Reach, stack: Stack, probs_BGRTU: Tensor
+) -> Tensor:
+    """1 / (1 − rate) where a query keeps a key, else 0, like the probabilities."""
+    names_U = key_names(reach, block.tokens, probs_BGRTU.device)
+    keys_BU = stack.keys.within(block.tokens).take(names_U.expand(block.k_BTGD.shape[0], -1))
+    queries_2BT = torch.stack([stack.rows.take(names_BT) for names_BT in dropout.queries_2BT])
+    kept_BHTU = kept(dropout, queries_2BT, keys_BU)
+    return kept_BHTU.view_as(probs_BGRTU).to(probs_BGRTU.dtype).div_(1 - dropout.rate)
 
 
 def _probabilities(scores_BGRTU: Tensor, lse_BGRT: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class SdpaBlocks:
     def unsupported(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scores: Scores) -> str | None:
         if scores.softcap:
             return "torch's kernels have no softcap"
+        if scores.dropout is not None:
+            return "torch's kernels draw dropout by their own places, which differ from layout to layout"
         if v_BTGD.shape[-1] != k_BTGD.shape[-1]:
             return f"head size {v_BTGD.shape[-1]} of V must be {k_BTGD.shape[-1]}, that of K"
         dtype, device, head_dim = q_BTHD.dtype, q_BTHD.device.type, q_BTHD.shape[-1]

@@ -21,6 +21,7 @@ from cpmoe.attention.blocks.accumulators import (
     SavedForward,
 )
 from cpmoe.attention.blocks.triton.configs import WITH_DESCRIPTORS, max_width
+from cpmoe.attention.dropout import key_names
 from cpmoe.attention.ranges import TokenRanges
 from cpmoe.attention.reach import Reach
 from cpmoe.attention.scores import Scores
@@ -88,6 +89,7 @@ class TritonBlocks:
         q_BTHD, k_BTGD, v_BTGD = (_rows_last(x) for x in (q_BTHD, block.k_BTGD, block.v_BTGD))
         architecture = architecture_of(q_BTHD.device)
         fits = fits_descriptor(q_BTHD, k_BTGD, v_BTGD, *others)
+        names = None if scores.dropout is None else key_names(reach, block.tokens, q_BTHD.device)
         return Problem(
             q_BTHD,
             k_BTGD,
@@ -97,6 +99,7 @@ class TritonBlocks:
             precision=self.float32,
             architecture=architecture,
             descriptors=architecture in WITH_DESCRIPTORS and fits,
+            key_names=names,
         )
 
 

@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 
 from cpmoe.kernels.products import product, wide
+from cpmoe.parallel.counter_random import FACTORS32
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FACTOR_1: tl.constexpr = tl.constexpr(FACTORS32[0])
+FACTOR_2: tl.constexpr = tl.constexpr(FACTORS32[1])
 
 
 @triton.jit
@@ -124,6 +127,38 @@ def sees(bounds, key, QUERY_AXIS: tl.constexpr, SINKS: tl.constexpr):
         sink_stop = tl.expand_dims(bounds[3], 1 - QUERY_AXIS)
         visible = visible | ((key >= sink_start) & (key < sink_stop))
     return visible
+
+
+@triton.jit
+def mix32(x):
+    """`counter_random.mix32_`, as unsigned."""
+    x = x.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * FACTOR_1
+    x = (x ^ (x >> 15)) * FACTOR_2
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def query_hashes(names, index, head, valid, size, num_heads):
+    """The two hashes of queries of one head, or each of its own; `names`: see `Problem`."""
+    query_names, head_names = names[0] + index, names[1] + head
+    first = tl.load(query_names, mask=valid, other=0) ^ tl.load(head_names)
+    second = tl.load(query_names + size, mask=valid, other=0) ^ tl.load(head_names + num_heads)
+    return mix32(first), mix32(second)
+
+
+@triton.jit
+def load_key_names(names, key, num_keys):
+    return tl.load(names[2] + key, mask=key < num_keys, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def keeps(hashes, key_names, QUERY_AXIS: tl.constexpr, DROPOUT: tl.constexpr):
+    """Whether each query keeps each key: `dropout.kept`, with axes as in `sees`."""
+    x = tl.expand_dims(hashes[0], 1 - QUERY_AXIS) ^ tl.expand_dims(key_names, QUERY_AXIS)
+    x = (x ^ (x >> 16)) * FACTOR_1 + tl.expand_dims(hashes[1], 1 - QUERY_AXIS)
+    x = (x ^ (x >> 15)) * FACTOR_2
+    return x >= DROPOUT
 
 
 @triton.jit

@@ -16,9 +16,12 @@ import triton.language as tl
 from cpmoe.attention.blocks.triton.common import (
     LN_2,
     LOG2_E,
+    keeps,
     load_bounds,
     load_head_rows,
+    load_key_names,
     load_tile,
+    query_hashes,
     score_factors,
     sees,
     sums_at,
@@ -50,6 +53,7 @@ def forward_kernel(
     bounds_size,
     scale,
     softcap,
+    names,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -61,6 +65,7 @@ def forward_kernel(
     CONTINUES: tl.constexpr,
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -74,6 +79,10 @@ def forward_kernel(
     q = load_head_rows(q_ptr, q_strides, batch, token, head, valid, SIZE_QK, WIDTH_QK)
     index = wide(batch) * num_queries + token
     bounds = load_bounds(bounds_ptr, index, valid, bounds_size, SINKS)
+    # Of the probabilities, the normaliser counts all and the output those kept.
+    KEPT: tl.constexpr = 1.0 - DROPOUT / 4294967296.0
+    if DROPOUT:
+        hashes = query_hashes(names, index, head, valid, bounds_size, num_heads)
 
     if CONTINUES:
         # Weighed far above their peak, so that this hop's own largest probability is 1 and rounds to itself,
@@ -82,7 +91,7 @@ def forward_kernel(
         peak = lse * LOG2_E - HEADROOM
         total = tl.where(peak == float("-inf"), 0.0, WEIGHT)
         out_pointers, out_mask = sums_at(out_ptr, index * num_heads + head, valid, SIZE_V, WIDTH_V)
-        acc = tl.load(out_pointers, mask=out_mask, other=0.0) * WEIGHT
+        acc = tl.load(out_pointers, mask=out_mask, other=0.0) * (WEIGHT * KEPT)
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -130,6 +139,9 @@ def forward_kernel(
                     decay = tl.exp2(peak - new_peak)
                 peak = new_peak
                 total = total * decay + tl.sum(probs, 1)
+                if DROPOUT:
+                    key_names = load_key_names(names, first + tl.arange(0, BLOCK_N), num_keys)
+                    probs = tl.where(keeps(hashes, key_names, 0, DROPOUT), probs, 0.0)
                 v = load_tile(
                     v_ptr,
                     v_strides,
@@ -151,7 +163,7 @@ def forward_kernel(
     state_rows = (wide(batch) * num_queries + token) * num_heads + head
     out_pointers, out_mask = sums_at(out_ptr, state_rows, valid, SIZE_V, WIDTH_V)
     is_empty = total == 0.0
-    acc = acc / tl.where(is_empty, 1.0, total)[:, None]
+    acc = acc / tl.where(is_empty, 1.0, total * KEPT)[:, None]
     lse = tl.where(is_empty, float("-inf"), (peak + tl.log2(tl.where(is_empty, 1.0, total))) * LN_2)
     tl.store(out_pointers, acc, mask=out_mask)
     tl.store(lse_ptr + state_rows, lse, mask=valid)

@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from cpmoe.attention.blocks.triton.common import (
+    keeps,
     load_bounds,
+    load_key_names,
     load_tile,
     probabilities,
+    query_hashes,
     score_factors,
     score_gradient,
     sees,
@@ -50,6 +53,7 @@ def dkv_kernel(
     bounds_size,
     scale,
     softcap,
+    names,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,6 +64,7 @@ def dkv_kernel(
     CONTINUES: tl.constexpr,
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -87,6 +92,9 @@ def dkv_kernel(
     else:
         dv = tl.zeros([BLOCK_N, WIDTH_V], tl.float32)
 
+    KEPT: tl.constexpr = 1.0 - DROPOUT / 4294967296.0
+    if DROPOUT:
+        key_names = load_key_names(names, key, num_keys)
     factors = score_factors(scale, softcap, SOFTCAP)
     first_full, first_masked, end = tile_visits(offsets_ptr, tile)
     for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
@@ -103,6 +111,10 @@ def dkv_kernel(
                     else:
                         shift = tl.load(shift_ptr + first_row + row)
                         delta = tl.load(delta_ptr + first_row + row)
+                    if DROPOUT:
+                        # exp2(s − shift) is now p / KEPT, which every term carries.
+                        shift += tl.log2(tl.full([], KEPT, tl.float32))
+                        delta *= KEPT
                     q = load_tile(
                         q_ptr,
                         q_strides,
@@ -134,8 +146,16 @@ def dkv_kernel(
                         MASKED,
                         DESCRIPTORS,
                     )
-                    dv = add_product(dv, probs.to(grad_out.dtype), grad_out, PRECISION, UPCAST)
+                    kept_probs = probs
+                    if DROPOUT:
+                        index = wide(batch) * num_queries + first + row
+                        hashes = query_hashes(names, index, head, valid, bounds_size, num_heads)
+                        keep = keeps(hashes, key_names, 1, DROPOUT)
+                        kept_probs = tl.where(keep, probs, 0.0)
+                    dv = add_product(dv, kept_probs.to(grad_out.dtype), grad_out, PRECISION, UPCAST)
                     dprobs = product(v, tl.trans(grad_out), PRECISION, UPCAST)
+                    if DROPOUT:
+                        dprobs = tl.where(keep, dprobs, 0.0)
                     dscores = score_gradient(probs, slope, dprobs, delta[None, :], SOFTCAP)
                     dk = add_product(dk, dscores.to(q.dtype), q, PRECISION, UPCAST)
 

@@ -33,7 +33,7 @@ class Problem:
 
     q [B, T, H, D], k [B, U, G, D], v [B, U, G, Dv], last stride 1. `precision`: how float32 is multiplied,
     ieee or tf32. `descriptors`: loops load through tensor descriptors (TMA); the tensors must fit
-    (`fits_descriptor`).
+    (`fits_descriptor`). `key_names`: int32 [U] of `dropout.key_names`, where `scores` have dropout.
     """
 
     q_BTHD: Tensor
@@ -44,6 +44,7 @@ class Problem:
     precision: str
     architecture: Architecture
     descriptors: bool
+    key_names: Tensor | None = None
 
     def forward(self, out_BTHD: Tensor, lse_BTH: Tensor, continues: bool) -> Launch:
         """Continues `out` and `lse` (float32, contiguous), or writes all of them."""
@@ -161,7 +162,7 @@ class Problem:
             "v_strides": _strides(self.v_BUGD),
         }
 
-    def _sizes(self, lists: TileLists) -> dict[str, int | float]:
+    def _sizes(self, lists: TileLists) -> dict[str, Any]:
         batch_size, num_queries, num_heads, _ = self.q_BTHD.shape
         return {
             "num_queries": num_queries,
@@ -171,7 +172,14 @@ class Problem:
             "bounds_size": batch_size * num_queries,
             "scale": self.scores.scale,
             "softcap": self.scores.softcap,
+            "names": self._names(),
         }
+
+    def _names(self) -> tuple[Tensor, ...] | None:
+        """Names of queries [2, B, T], query heads [2, H] and keys [U]."""
+        if self.scores.dropout is None or self.key_names is None:
+            return None
+        return self.scores.dropout.queries_2BT, self.scores.dropout.heads_2H, self.key_names
 
     def _constants(self, tiles: Tiles, continues: bool, pack: int | None = None) -> dict[str, Any]:
         packing = {} if pack is None else {"PACK": pack}
@@ -187,6 +195,7 @@ class Problem:
             "CONTINUES": continues,
             "SINKS": self.spans.sink_start_BT is not None,
             "SOFTCAP": self.scores.softcap > 0,
+            "DROPOUT": 0 if self.scores.dropout is None else self.scores.dropout.threshold,
             "PRECISION": self.precision,
             "DESCRIPTORS": self.descriptors,
             "UPCAST": self.architecture == "interpreter" and self.q_BTHD.dtype == torch.bfloat16,

@@ -14,10 +14,13 @@ import triton.language as tl
 
 from cpmoe.attention.blocks.triton.common import (
     LOG2_E,
+    keeps,
     load_bounds,
     load_head_rows,
+    load_key_names,
     load_tile,
     probabilities,
+    query_hashes,
     score_factors,
     score_gradient,
     sees,
@@ -88,6 +91,7 @@ def dq_kernel(
     bounds_size,
     scale,
     softcap,
+    names,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -99,6 +103,7 @@ def dq_kernel(
     CONTINUES: tl.constexpr,
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -114,9 +119,12 @@ def dq_kernel(
     bounds = load_bounds(bounds_ptr, index, valid, bounds_size, SINKS)
 
     place = (wide(batch) * num_heads + head) * num_queries + token
-    # exp2(s − shift) is now p · scale, which every term of dQ carries.
-    shift = tl.load(shift_ptr + place, mask=valid, other=float("inf")) - tl.log2(scale)
-    delta = tl.load(delta_ptr + place, mask=valid, other=0.0)
+    KEPT: tl.constexpr = 1.0 - DROPOUT / 4294967296.0
+    # exp2(s − shift) is now p · scale / KEPT, which every term of dQ carries.
+    shift = tl.load(shift_ptr + place, mask=valid, other=float("inf")) - tl.log2(scale / KEPT)
+    delta = tl.load(delta_ptr + place, mask=valid, other=0.0) * KEPT
+    if DROPOUT:
+        hashes = query_hashes(names, index, head, valid, bounds_size, num_heads)
     if CONTINUES:
         dq_pointers, dq_mask = sums_at(dq_ptr, index * num_heads + head, valid, SIZE_QK, WIDTH_QK)
         dq = tl.load(dq_pointers, mask=dq_mask, other=0.0)
@@ -160,6 +168,9 @@ def dq_kernel(
                     DESCRIPTORS,
                 )
                 dprobs = product(grad_out, tl.trans(v), PRECISION, UPCAST)
+                if DROPOUT:
+                    key_names = load_key_names(names, first + tl.arange(0, BLOCK_N), num_keys)
+                    dprobs = tl.where(keeps(hashes, key_names, 0, DROPOUT), dprobs, 0.0)
                 dscores = score_gradient(probs, slope, dprobs, delta[:, None], SOFTCAP)
                 dq = add_product(dq, dscores.to(k.dtype), k, PRECISION, UPCAST)
     # Read again, so that the addresses of the sums occupy no registers during the loop.
