@@ -121,6 +121,14 @@ def check_nodes(cpmoe: CpmoeConfig, world_size: int) -> Iterator[Problem]:
             yield Problem(path, constraint, size, join_numbers(legal_sizes))
 
 
+def check_budget(cpmoe: CpmoeConfig) -> Iterator[Problem]:
+    """A round brings at least one row from each rank."""
+    rows, ep = cpmoe.experts.max_rows_per_rank, cpmoe.expert_parallel_size
+    if rows is not None and rows < ep:
+        constraint = f"must be at least expert_parallel_size {ep}: a row from each rank"
+        yield Problem("cpmoe.experts.max_rows_per_rank", constraint, rows, f"integers >= {ep}")
+
+
 def _fit_nodes(cpmoe: CpmoeConfig, world_size: int, ranks_per_node: int) -> bool:
     ep, cp = cpmoe.expert_parallel_size, cpmoe.context_parallel_size
     inner = {"ep": 1, "cp": cp, "dp": world_size // cp}[cpmoe.rank_order[0]]

@@ -55,6 +55,9 @@ class ExpertsConfig(Block):
     dispatcher: Literal["alltoall", "dedup", "hierarchical", "allgather"] = "alltoall"
     ranks_per_node: Count | None = None
     """Consecutive ranks on one node: where hierarchical dispatch parts."""
+    max_rows_per_rank: Count | None = None
+    """Where more rows (a row is one token for one expert) of a layer would come to a rank, all its ranks send
+    them in rounds that are recomputed in backward: memory stays bounded, and no row is dropped."""
 
 
 class CoscheduleConfig(Block):

@@ -158,6 +158,7 @@ def resolve(
         *checks.check_sequence(cpmoe, recipe),
         *checks.check_experts(config, recipe),
         *checks.check_nodes(cpmoe, world_size),
+        *checks.check_budget(cpmoe),
         *checks.check_zero(config),
         *checks.check_optimizer(config, recipe),
         *checks.check_packages(config),

@@ -23,8 +23,8 @@ class Kind(NamedTuple):
     starts    group on which it launches a transfer that a later phase waits for
     returns   group on which, in backward, that phase launches the gradient and this one waits for it
     waits     kind of the phase whose transfer it waits for
-    within    groups on which it may communicate to the end by itself (those of hierarchical dispatch, say),
-              forward or backward
+    within    groups on which it may communicate to the end by itself, forward or backward: hierarchical
+              dispatch, and rounds of a budget of rows
     computes  whether it uses parameters of its layer, which are there in that layer's block only
     """
 
@@ -54,7 +54,7 @@ KINDS = {
     "dispatch_wait": Kind(
         needs=("dispatch_start",), waits="dispatch_start", within=("expert_within",), computes=False
     ),
-    "experts": Kind(needs=("dispatch_wait",)),
+    "experts": Kind(needs=("dispatch_wait",), within=("meta", "expert")),
     "combine_start": Kind(
         needs=("experts",), starts="expert", returns="expert", within=("expert_within",), computes=False
     ),

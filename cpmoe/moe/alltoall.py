@@ -45,11 +45,8 @@ class RowTransit:
     def dispatch_start(self) -> None:
         assert self._x_TM is not None
         self._permutation = sort_by_expert(self.choices.indices_TK)
-        self._rows_RM, self._x_TM = permute(self._x_TM, self._permutation), None
         splits = self._splits = self.counts.read().row_splits(self.num_experts)
-        num_rows = sum(splits.send)
-        if num_rows < len(self._rows_RM):
-            self._rows_RM = self._rows_RM[:num_rows]
+        self._rows_RM, self._x_TM = permute(self._x_TM, self._permutation, sum(splits.send)), None
         self._start(splits.send, splits.receive)
 
     def dispatch_wait(self) -> None:

@@ -6,7 +6,7 @@ Shape letters: R rows, M model dim, I expert width, J = 2 I, E experts of this r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,15 +38,19 @@ class Experts(nn.Module):
         self.initializer_range = std
         self.backend = backend
 
-    def forward(self, rows_RM: Tensor, splits: RowSplits) -> Tensor:
-        """rows_RM [R, M] as they arrived: by rank, then expert, splits.blocks of them → [R, M] likewise."""
+    def forward(self, rows_RM: Tensor, splits: RowSplits, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """rows_RM [R, M] as they arrived: by rank, then expert, splits.blocks of them → [R, M] likewise.
+
+        `weights` stand in for the parameters, in their order.
+        """
+        gate_up_EJM, down_EMI = weights or (self.gate_up_proj, self.down_proj)
         hidden, width = self.down_proj.shape[-2:]
         backend = select_backend(self.backend, rows_RM.dtype, rows_RM.device, hidden, width)
         blocks = splits.blocks
         if backend.takes_blocks(rows_RM, blocks):
-            return _GroupedSwiGLU.apply(rows_RM, self.gate_up_proj, self.down_proj, splits, backend)
+            return _GroupedSwiGLU.apply(rows_RM, gate_up_EJM, down_EMI, splits, backend)
         sorted_RM, splits = regroup(rows_RM, blocks), replace(splits, blocks=[splits.counts])
-        y_RM = _GroupedSwiGLU.apply(sorted_RM, self.gate_up_proj, self.down_proj, splits, backend)
+        y_RM = _GroupedSwiGLU.apply(sorted_RM, gate_up_EJM, down_EMI, splits, backend)
         return ungroup(y_RM, blocks)
 
 

@@ -19,6 +19,7 @@ from cpmoe.moe.alltoall import AllToAll
 from cpmoe.moe.dedup import Dedup
 from cpmoe.moe.experts import Experts
 from cpmoe.moe.replay import RoutingReplay
+from cpmoe.moe.rounds import Budget
 from cpmoe.moe.router import Router, count_rows
 from cpmoe.moe.transit import Choices, Dispatcher, Transit
 from cpmoe.parallel.groups import Groups
@@ -62,6 +63,19 @@ class SharedExpert(nn.Module):
 
 
 def _dispatcher(options: ExpertsConfig, groups: Groups, num_experts: int) -> Dispatcher:
+    dispatcher = in_rounds = _unbounded(options, groups, num_experts)
+    if options.max_rows_per_rank is None:
+        return dispatcher
+    if isinstance(dispatcher, AllGather):
+        # Every rank's tokens would travel again in every round.
+        in_rounds = AllToAll(groups, num_experts)
+    grid = groups.grid
+    return Budget(
+        dispatcher, in_rounds, grid.expert_parallel_size, grid.expert_nodes, options.max_rows_per_rank
+    )
+
+
+def _unbounded(options: ExpertsConfig, groups: Groups, num_experts: int) -> Dispatcher:
     if options.dispatcher == "alltoall" or groups.expert is None:
         return AllToAll(groups, num_experts)
     if options.dispatcher == "allgather":

@@ -33,10 +33,9 @@ def sort_by_expert(indices_TK: Tensor) -> Permutation:
     return Permutation(order_R, position.view(indices_TK.shape))
 
 
-def permute(x_TM: Tensor, permutation: Permutation, num_rows: int | None = None) -> Tensor:
-    """Copies each token to its rows: x_TM [T, M] → the first `num_rows` sorted rows (default T·K), [R, M]."""
-    order_R = permutation.order_R if num_rows is None else permutation.order_R[:num_rows]
-    return _Permute.apply(x_TM, order_R, permutation.position_TK)
+def permute(x_TM: Tensor, permutation: Permutation, num_rows: int) -> Tensor:
+    """Copies each token to its rows: x_TM [T, M] → the first `num_rows` sorted rows, [R, M]."""
+    return _Permute.apply(x_TM, permutation.order_R[:num_rows], permutation.position_TK)
 
 
 def collect(rows_RM: Tensor, permutation: Permutation) -> Tensor:

@@ -5,7 +5,7 @@ Shape letters: T local tokens, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -26,3 +26,5 @@ class RoutingReplay:
 
     indices_TK: Tensor | None = None
     counts: SharedCounts | None = None
+    # Of each round, where the call travels in rounds.
+    rounds: list[RoutingReplay] = field(default_factory=list)

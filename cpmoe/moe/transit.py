@@ -5,7 +5,7 @@ Shape letters: T local tokens, K top-k, M model dim, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,8 +13,14 @@ from torch import Tensor
 from cpmoe.moe.dispatch import CallCounts, RowSplits
 from cpmoe.moe.replay import RoutingReplay
 
-# rows [R, M] as `blocks` of the splits says that they lie, by rank, then expert → [R, M] likewise
-ComputeExperts = Callable[[Tensor, RowSplits], Tensor]
+
+class ComputeExperts(Protocol):
+    """The experts of a rank."""
+
+    def __call__(self, rows_RM: Tensor, splits: RowSplits, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """rows [R, M] as `splits.blocks` says that they lie → [R, M]; `weights` stand in for `parameters`."""
+
+    def parameters(self) -> Iterator[Tensor]: ...
 
 
 class Choices(NamedTuple):

@@ -61,6 +61,11 @@ def test_nodes_are_refused_exactly_where_expert_groups_do_not_part_evenly(order)
             "legal: alltoall, dedup, allgather, or give it",
         ),
         (
+            ["cpmoe.experts.max_rows_per_rank=1"],
+            "cpmoe.experts.max_rows_per_rank = 1: must be at least expert_parallel_size 2: a row from each "
+            "rank; legal: integers >= 2",
+        ),
+        (
             ["cpmoe.experts.ranks_per_node=2"],
             "cpmoe.experts.ranks_per_node = 2: is for dispatcher hierarchical alone; "
             "legal: none, or that dispatcher",

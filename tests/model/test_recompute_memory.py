@@ -50,8 +50,8 @@ def test_what_recomputation_keeps(monkeypatch, slicing):
         keys.extend(StorageWeakRef(x.untyped_storage()) for x in (k, v))
         return q, k, v
 
-    def seen_experts(self, rows_RM, splits):
-        return experts(self, _Kept.apply(rows_RM, inputs), splits)
+    def seen_experts(self, rows_RM, splits, weights=None):
+        return experts(self, _Kept.apply(rows_RM, inputs), splits, weights)
 
     monkeypatch.setattr(Attention, "project", seen_project)
     monkeypatch.setattr(Experts, "forward", seen_experts)

@@ -42,4 +42,4 @@ def moe(
 def aux_loss(probs: Tensor, counts: Tensor, k: int) -> Tensor:
     """Switch balance loss of all tokens: E / (K T²) Σ_i c_i Σ_t p_ti."""
     num_tokens, num_experts = probs.shape
-    return num_experts / (k * num_tokens**2) * (counts * probs.sum(0)).sum()
+    return num_experts / (k * max(num_tokens, 1) ** 2) * (counts * probs.sum(0)).sum()

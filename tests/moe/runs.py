@@ -40,6 +40,7 @@ class Case:
     k: int = 2
     pad_every: int = 0
     favourites: tuple[int, ...] = ()
+    ties: bool = False
     shared: int = 0
     normalize: bool = True
     rank_order: tuple[str, ...] = ("ep", "cp", "dp")
@@ -87,13 +88,18 @@ def model_config(**fields: Any) -> ModelConfig:
 
 
 def build_layer(case: Case, groups: Groups) -> MoELayer:
-    """The same weights for every layout; `favourites` get a score that no other expert can reach."""
+    """The same weights for every layout; `favourites` get a score that no other expert can reach.
+
+    With `ties` all others have the same scores.
+    """
     layer = MoELayer(case.config, groups, ExpertsConfig(backend=case.backend, **case.dispatch))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if not name.startswith("experts."):
                 parameter.normal_(0, 0.5, generator=generator)
+        if case.ties:
+            layer.router.weight.zero_()
         layer.router.weight[list(case.favourites), 0] += 40.0
     init_experts(layer.experts, seed=3, name="layer.experts")
     return layer.to(case.dtype)
@@ -181,7 +187,7 @@ def reference_of(case: Case, weights: dict[str, Tensor]) -> dict[str, Any]:
         tokens, {**weights, "gate": gate, "up": up}, case.k, case.normalize
     )
     aux = reference.aux_loss(probs, counts, case.k)
-    z = logsumexp.square().mean()
+    z = logsumexp.square().sum() / max(len(tokens), 1)
     ((y * cotangent).sum() + AUX * aux + Z * z).backward()
     padded, start = [], 0
     for x, mask, _ in inputs:
@@ -191,12 +197,17 @@ def reference_of(case: Case, weights: dict[str, Tensor]) -> dict[str, Any]:
         padded.append(output.detach())
     return {
         "y": padded,
-        "x": [torch.zeros_like(x) if x.grad is None else x.grad for x in xs],
+        "x": [_gradient(x) for x in xs],
         "aux": aux.detach(),
         "z": z.detach(),
         "counts": counts,
-        "grads": {name: value.grad for name, value in weights.items()},
+        "grads": {name: _gradient(value) for name, value in weights.items()},
     }
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """0 for what the twin did not use."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

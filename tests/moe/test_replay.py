@@ -35,8 +35,10 @@ def recomputed(rank: int, world: int, case: Case, mode: str) -> dict[str, Any]:
         Case(1, (9,), pad_every=4, shared=1, dtype=torch.float32),
         Case(2, (9, 5), pad_every=4, shared=1, dtype=torch.float32),
         Case(2, (7, 0), experts=2, k=1),
+        Case(2, (9, 5), pad_every=4, dtype=torch.float32, dispatch={"dispatcher": "allgather"}),
+        Case(2, (9, 5), dtype=torch.float32, dispatch={"dispatcher": "dedup", "max_rows_per_rank": 5}),
     ],
-    ids=["one process", "two ranks", "a rank without tokens"],
+    ids=["one process", "two ranks", "a rank without tokens", "all-gather", "deduplicated, in rounds"],
 )
 def test_checkpointing_is_bit_equal_and_counts_once(case, mode):
     def run(which: str) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ class EngineJob(NamedTuple):
     policy: str = "serial"
     slices: str = "auto"
     dispatcher: str = "alltoall"
+    max_rows: int = 0
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -100,6 +101,7 @@ def run_config(job: EngineJob) -> RunConfig:
             "experts": {
                 "dispatcher": job.dispatcher,
                 "ranks_per_node": ranks_per_node(job.dispatcher, job.layout.world),
+                "max_rows_per_rank": job.max_rows or None,
             },
         },
     }

@@ -63,6 +63,7 @@ class Job(NamedTuple):
     attention: str = "reference"
     experts: str = "loop"
     dispatcher: str = "alltoall"
+    max_rows: int = 0  # 0: no budget
     dtype: str = "float64"
     loss_chunk_tokens: int = 1024
     fault: str = ""
@@ -151,7 +152,9 @@ def _run(job: Job, rank: int, groups: Groups) -> RankResult:
     options = ModelOptions(
         attention_strategy=job.strategy,
         attention_backend=job.attention,
-        experts=ExpertsConfig(backend=job.experts, dispatcher=job.dispatcher),
+        experts=ExpertsConfig(
+            backend=job.experts, dispatcher=job.dispatcher, max_rows_per_rank=job.max_rows or None
+        ),
         coschedule_policy=job.policy,
         recompute=job.recompute,
         loss_chunk_tokens=job.loss_chunk_tokens,

@@ -36,6 +36,7 @@ OPTIONS = {
     "policy": ("serial", "overlap"),
     "slices": ("auto", "causal"),
     "dispatcher": ("alltoall", "dedup", "hierarchical", "allgather"),
+    "max_rows": (0, 48),
 }
 FLOAT32_ROUNDING = 2.0**-24
 

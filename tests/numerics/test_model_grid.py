@@ -42,6 +42,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "slicing": ("none", "batch", "causal"),
     "loss_chunk_tokens": (1024, 3),
     "dispatcher": ("alltoall", "dedup", "hierarchical", "allgather"),
+    "max_rows": (0, 48),
 }
 # The four heads of each case, and KV heads that are fewer.
 ULYSSES = [
