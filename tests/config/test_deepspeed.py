@@ -180,10 +180,16 @@ def test_the_rank_order_is_a_permutation(files, order):
     assert "must name each axis once; legal: orders of " in line
 
 
-def test_group_options_are_those_given(files):
-    run = files.load(json_={"cpmoe.communication": {"ring": {"max_ctas": 8}, "meta": {}}})
-    assert run.cpmoe.communication.options() == {"ring": {"max_ctas": 8}}
-    assert files.load().cpmoe.communication.options() == {}
+def test_group_options_are_those_given_over_the_defaults(files):
+    given = {"ring": {"max_ctas": 4}, "expert": {"is_high_priority_stream": False}, "meta": {}}
+    options = files.load(json_={"cpmoe.communication": given}).cpmoe.communication.options()
+    assert options["ring"] == {"is_high_priority_stream": True, "max_ctas": 4}
+    assert options["expert"] == {"is_high_priority_stream": False, "max_ctas": 16}
+    default = files.load().cpmoe.communication.options()
+    beside = {kind for kind, values in default.items() if values["is_high_priority_stream"]}
+    # What runs beside computation, and nothing that the optimizer waits for.
+    assert beside == set(default) - {"replica", "world"}
+    assert default["meta"]["max_ctas"] < default["ring"]["max_ctas"] < default["expert"]["max_ctas"]
 
 
 @pytest.mark.parametrize(
