@@ -27,6 +27,8 @@ def main() -> int:
     if rank is None or world_size is None:
         print(f"start this with the launcher: deepspeed {' '.join(sys.argv)}", file=sys.stderr)
         return 2
+    if rank == "0":
+        print(f"starting {world_size} processes", flush=True)
     try:
         run = load_run(arguments.recipe, arguments.deepspeed_config, arguments.overrides, int(world_size))
         run, prepared = prepare_data(run)
@@ -82,7 +84,11 @@ def train(run: RunConfig, prepared: PreparedData) -> int:
     from cpmoe.training.trainer import Trainer
 
     start = time.perf_counter()
-    device = init_distributed(run.recipe.train.hang_timeout)
+    try:
+        device = init_distributed(run.recipe.train.hang_timeout)
+    except OSError as error:
+        tell(error, int(os.environ["RANK"]))
+        return 1
     leads = dist.get_rank() == 0
     if leads:
         print(run.batch.describe(), flush=True)
@@ -125,7 +131,7 @@ def report(run: RunConfig, prepared: PreparedData, span: tuple[int, int], second
     if first >= steps:
         print(f"\nalready at step {step} of {steps}: a larger train.steps or a new train.out_dir trains on")
     elif step < steps:
-        print(f"\nstopped at step {step} of {steps}; the same command with the same train.out_dir continues")
+        print(f"\nstopped at step {step} of {steps}; the same command continues with train.out_dir={folder}")
     else:
         print(f"\ndone in {format_seconds(seconds)}")
     if evaluations:

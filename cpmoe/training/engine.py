@@ -51,7 +51,7 @@ def init_distributed(hang_timeout: float = 0.0) -> torch.device:
     """Joins the run that the launcher started and returns this rank's device.
 
     NCCL on CUDA, gloo on CPU. Rank and address come from the launcher's environment variables. Collectives
-    fail by themselves only long after `hang_timeout` seconds.
+    fail by themselves only long after `hang_timeout` seconds. Raises OSError where the run's port is taken.
     """
     skip_shared_memory_op()
     # DeepSpeed's own calls; nothing that the reader of a run could change.
@@ -59,12 +59,21 @@ def init_distributed(hang_timeout: float = 0.0) -> torch.device:
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    deepspeed.init_distributed(
-        dist_backend="nccl" if cuda else "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=_collective_timeout(hang_timeout),
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if cuda else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=_collective_timeout(hang_timeout),
+        )
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise OSError(
+            f"port {port} is taken, perhaps by another run: give the launcher another one, "
+            f"deepspeed --master_port {int(port) + 1} ..."
+        ) from None
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

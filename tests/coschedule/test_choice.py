@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -96,5 +97,5 @@ def test_what_was_measured_before_a_restart_counts_and_kernels_warm_up_again():
     part.add(7, 100.0)
     assert not part.timings[-1].counts
     assert Measurement(whole.timings).choice == "overlap"
-    assert "overlap saves 20" in str(whole) or "overlap saves 19" in str(whole)
+    assert re.search(r"takes 0\.(79|80|81)\d of the time", str(whole))
     assert Timing(*list(whole.timings[0])) == whole.timings[0]

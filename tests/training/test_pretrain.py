@@ -85,3 +85,14 @@ def test_a_rank_that_alone_can_not_prepare_its_data_says_so(folder, override, me
     errors = alone.communicate(timeout=100)[1]
     assert alone.returncode == 2
     assert errors.startswith(message) and "Traceback" not in errors
+
+
+def test_a_port_that_is_taken_is_named(folder: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        failed = _start(folder, 0, port)
+        errors = failed.communicate(timeout=60)[1]
+    assert failed.returncode == 1 and "Traceback" not in errors
+    assert f"port {port} is taken" in errors and f"--master_port {port + 1}" in errors
