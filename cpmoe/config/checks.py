@@ -151,7 +151,7 @@ def check_experts(config: DeepSpeedConfig, recipe: Recipe) -> Iterator[Problem]:
         if value % multiple:
             constraint = f'must be a multiple of {multiple} for cpmoe.experts.backend "grouped_mm"'
             yield Problem(
-                f"model.{name}", constraint, value, f"multiples of {multiple}, or backend auto, loop"
+                f"model.{name}", constraint, value, f"multiples of {multiple}, or backend auto, triton, loop"
             )
 
 

@@ -51,7 +51,7 @@ class ExpertsConfig(Block):
                 token to every rank, for few ranks
     """
 
-    backend: Literal["auto", "grouped_mm", "loop"] = "auto"
+    backend: Literal["auto", "grouped_mm", "triton", "loop"] = "auto"
     dispatcher: Literal["alltoall", "dedup", "hierarchical", "allgather"] = "alltoall"
     ranks_per_node: Count | None = None
     """Consecutive ranks on one node: where hierarchical dispatch parts."""

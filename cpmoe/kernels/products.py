@@ -28,3 +28,13 @@ def add_product(total, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 def wide(x):
     """A scalar in 64 bits; in the interpreter a loop's variable is a plain number."""
     return tl.full([], 1, tl.int64) * x
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """float32 x to the nearest of `dtype`, ties to even. UPCAST: the interpreter truncates to bfloat16."""
+    if UPCAST:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)

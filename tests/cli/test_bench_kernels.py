@@ -9,6 +9,7 @@ import torch
 from cpmoe.attention.blocks.triton.catalog import entries
 from cpmoe.cli.bench import kernels
 from cpmoe.cli.main import main
+from cpmoe.moe.backends.triton import catalog as experts
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -27,6 +28,19 @@ def test_hopper_and_blackwell_at_common_head_sizes(tmp_path):
     assert len(chosen) == 12
     result = kernels.report_compiled(kernels.compile_all(chosen), tmp_path / "f.json")
     assert json.loads((tmp_path / "f.json").read_text()) == result
+    assert result["figures"] == {"kernels.spill_bytes_max": 0.0, "kernels.tensor_core_missing": 0.0}
+
+
+def test_experts_before_hopper():
+    """Where `auto` takes them: the kernel with the largest tile, and the one that keeps most."""
+    chosen = [
+        entry
+        for entry in experts.entries()
+        if (entry.architecture, entry.dtype, entry.hidden) == ("sm_80", torch.bfloat16, 2048)
+        and entry.kernel in ("gate_up", "gate_up_gradient")
+    ]
+    assert len(chosen) == 2
+    result = kernels.report_compiled(kernels.compile_all(chosen), None)
     assert result["figures"] == {"kernels.spill_bytes_max": 0.0, "kernels.tensor_core_missing": 0.0}
 
 

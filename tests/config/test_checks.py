@@ -108,7 +108,7 @@ def test_nodes_are_refused_exactly_where_expert_groups_do_not_part_evenly(order)
             ["model.moe_intermediate_size=30", "cpmoe.experts.backend=grouped_mm"],
             "model.moe_intermediate_size = 30: must be a multiple of 4 for cpmoe.experts.backend "
             '"grouped_mm"; '
-            "legal: multiples of 4, or backend auto, loop",
+            "legal: multiples of 4, or backend auto, triton, loop",
         ),
     ],
 )

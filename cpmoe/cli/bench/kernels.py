@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cpmoe.attention.blocks.triton import catalog as attention
 from cpmoe.cli.bench.report import conditions, report
 from cpmoe.kernels.architectures import Compiled
+from cpmoe.moe.backends.triton import catalog as experts
 
 if TYPE_CHECKING:
     from cpmoe.kernels.compile import Resources
     from cpmoe.kernels.launch import Launch
 
 PROCESSES = 2
-CATALOGS = (attention,)
+CATALOGS = (attention, experts)
 MATRIX_UNIT: dict[Compiled, str] = {
     "sm_80": "mma.sync",
     "sm_90": "wgmma",

@@ -14,8 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cpmoe.kernels.architectures import architecture_of
 from cpmoe.moe.backends.grouped_mm import GroupedMMBackend
 from cpmoe.moe.backends.loop import LoopBackend
+from cpmoe.moe.backends.triton import TritonExperts
 from cpmoe.moe.dispatch import RowSplits
 
 __all__ = ["BACKENDS", "ExpertBackend", "check_backend_name", "select_backend"]
@@ -49,13 +51,18 @@ class ExpertBackend(Protocol):
         """Gradients of x and the two weights; 0 for an expert without rows."""
 
 
-BACKENDS: dict[str, ExpertBackend] = {"grouped_mm": GroupedMMBackend(), "loop": LoopBackend()}
+BACKENDS: dict[str, ExpertBackend] = {
+    "grouped_mm": GroupedMMBackend(),
+    "triton": TritonExperts(),
+    "loop": LoopBackend(),
+}
 
 
+@cache
 def select_backend(
     name: str, dtype: torch.dtype, device: torch.device, hidden: int, width: int
 ) -> ExpertBackend:
-    """The backend of this name; for "auto" the first that can: on CUDA of grouped_mm, loop; elsewhere loop.
+    """The backend of this name; for "auto" the first that can of those that `_ladder` names.
 
     Raises ValueError where the name is unknown or the backend can not compute such rows, naming those
     that can.
@@ -63,10 +70,10 @@ def select_backend(
     check_backend_name(name)
     reasons = {key: b.unsupported(dtype, device, hidden, width) for key, b in BACKENDS.items()}
     if name == "auto":
-        ladder = ("grouped_mm", "loop") if device.type == "cuda" else ("loop",)
+        ladder, why = _ladder(dtype, device)
         name = next(key for key in ladder if reasons[key] is None)
-        passed_over = [f"{key} {reasons[key]}" for key in ladder[: ladder.index(name)]]
-        _say_once(name, "; ".join(passed_over) or f"the first choice on {device.type}")
+        passed_over = [f"{key}: {reasons[key]}" for key in ladder[: ladder.index(name)]]
+        _say_once(name, "; ".join(passed_over) or why)
     if reasons[name] is not None:
         able = [key for key, reason in reasons.items() if reason is None]
         raise ValueError(
@@ -74,6 +81,18 @@ def select_backend(
             f"with hidden_size {hidden} and moe_intermediate_size {width}; legal: auto, {', '.join(able)}"
         )
     return BACKENDS[name]
+
+
+def _ladder(dtype: torch.dtype, device: torch.device) -> tuple[tuple[str, ...], str]:
+    """Backends, fastest first, and what they are chosen for. `grouped_mm` loops over the experts on the host
+    but for bfloat16 on NVIDIA's GPUs from sm_90 on."""
+    if device.type != "cuda":
+        return ("loop",), f"the fastest on {device.type}"
+    architecture = architecture_of(device)
+    why = f"the fastest in {dtype} on {architecture}"
+    if architecture in ("sm_90", "sm_100") and dtype == torch.bfloat16:
+        return ("grouped_mm", "triton", "loop"), why
+    return ("triton", "grouped_mm", "loop"), why
 
 
 def check_backend_name(name: str) -> None:
