@@ -50,7 +50,7 @@ _HALF: dict[str, dict[tuple[KernelName, int], Tiles]] = {
         ("dq", 512): Tiles(64, 32, 8, 2),
         ("dkv", 64): Tiles(64, 128, 8, 2),
         ("dkv", 128): Tiles(64, 64, 8, 2),
-        ("dkv", 256): Tiles(32, 64, 8, 2),
+        ("dkv", 256): Tiles(16, 64, 8, 2),
         ("dkv", 512): Tiles(32, 32, 8, 1),
     },
     "sm_100": {
