@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.numerics.cases import case_config, case_step
 from tests.numerics.compare import gather_full
 from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, EngineResult, run_engine_jobs
-from tests.numerics.launch import launch
+from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Layout
 from tests.numerics.pairs import cover
 from tests.numerics.reference import clip_coefficient, reference_step
@@ -52,8 +52,8 @@ JOBS[1] = list(dict.fromkeys(_single(job) for jobs in JOBS.values() for job in j
 
 
 @functools.cache
-def _launch(world: int) -> dict[EngineJob, list[EngineResult]]:
-    return launch(run_engine_jobs, world, JOBS[world], per_launch=3)
+def _launch(world: int) -> Launches[EngineJob]:
+    return Launches(run_engine_jobs, world, JOBS[world], per_launch=3)
 
 
 class _MeanSquare:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.numerics.cases import CASES, case_config, case_step, case_weights
 from tests.numerics.compare import LOSS_TOLERANCE_AFTER_20_STEPS, gather_full, relative_difference
 from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, EngineResult, run_engine_jobs
-from tests.numerics.launch import launch
+from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Layout, is_expert
 from tests.numerics.pairs import cover
 from tests.numerics.reference import ReferenceAdamW, ReferenceSGD, clip_coefficient, reference_step
@@ -114,10 +114,10 @@ def _reference_of(job: EngineJob) -> Trajectory:
 
 
 @functools.cache
-def _launch(world: int) -> dict[EngineJob, list[EngineResult]]:
+def _launch(world: int) -> Launches[EngineJob]:
     # Workers end after ZeRO-3, and new ones take seconds to start: its jobs lie together.
     jobs = sorted(JOBS[world], key=lambda job: job.zero.startswith("3"))
-    return launch(run_engine_jobs, world, jobs, per_launch=3)
+    return Launches(run_engine_jobs, world, jobs, per_launch=3)
 
 
 def _errors(job: EngineJob) -> dict[str, float]:

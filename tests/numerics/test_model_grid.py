@@ -16,7 +16,7 @@ import pytest
 
 from tests.numerics.cases import CASES, case_config, case_step, case_weights
 from tests.numerics.compare import LOSS_TOLERANCE_AFTER_20_STEPS, failures, relative_difference, step_errors
-from tests.numerics.launch import launch
+from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import STEP_SIZE, Job, Layout, RankResult, is_expert, run_jobs
 from tests.numerics.pairs import cover
 from tests.numerics.reference import ReferenceSGD, StepResult, reference_step
@@ -86,9 +86,9 @@ def _reference(case: str, num_micro_steps: int) -> StepResult:
 
 
 @functools.cache
-def _launch(world: int) -> dict[Job, list[RankResult]]:
+def _launch(world: int) -> Launches[Job]:
     # The jobs of a layout lie together and share its groups.
-    return launch(run_jobs, world, JOBS[world], per_launch=12)
+    return Launches(run_jobs, world, JOBS[world], per_launch=12)
 
 
 def _errors(job: Job) -> dict[str, float]:
@@ -133,6 +133,6 @@ def test_summed_gradients_are_bit_equal_on_all_copies(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_second_run_is_bit_identical(world: int) -> None:
     again = JOBS[world][::7]
-    for job, ranks in launch(run_jobs, world, again, per_launch=6).items():
+    for job, ranks in Launches(run_jobs, world, again, per_launch=6).items():
         for rank, first in zip(ranks, _launch(world)[job], strict=True):
             assert (rank.loss, rank.digests) == (first.loss, first.digests), job

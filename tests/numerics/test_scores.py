@@ -13,7 +13,7 @@ from cpmoe.parallel.grid import RankGrid
 from cpmoe.parallel.groups import Groups
 from tests.numerics.cases import case_config, case_step, case_weights
 from tests.numerics.compare import failures, step_errors
-from tests.numerics.launch import launch
+from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Job, Layout, RankResult, load_weights, run_jobs
 from tests.numerics.reference import StepResult, reference_step
 
@@ -41,8 +41,8 @@ JOBS = {
 
 
 @functools.cache
-def _launch(world: int) -> dict[Job, list[RankResult]]:
-    return launch(run_jobs, world, JOBS[world], per_launch=12)
+def _launch(world: int) -> Launches[Job]:
+    return Launches(run_jobs, world, JOBS[world], per_launch=12)
 
 
 @functools.cache

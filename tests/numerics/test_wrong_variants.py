@@ -13,7 +13,7 @@ import torch
 
 from tests.numerics.cases import case_config, case_step, case_weights
 from tests.numerics.compare import failures, relative_difference, step_errors
-from tests.numerics.launch import launch
+from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Job, Layout, RankResult, run_jobs
 from tests.numerics.reference import Batch, reference_step
 
@@ -34,9 +34,9 @@ WRONG = [
 
 
 @functools.cache
-def _launch(world: int) -> dict[Job, list[RankResult]]:
+def _launch(world: int) -> Launches[Job]:
     jobs = list(dict.fromkeys(job for job, _ in WRONG if job.layout.world == world))
-    return launch(run_jobs, world, jobs, per_launch=6)
+    return Launches(run_jobs, world, jobs, per_launch=6)
 
 
 @pytest.mark.parametrize(("job", "quantity"), WRONG, ids=str)
