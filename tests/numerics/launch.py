@@ -39,4 +39,3 @@ class Launches(Mapping[J, list[Any]]):
 
     def __len__(self) -> int:
         return len(self._part_of)
-

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.numerics.cases import case_config, case_step
 from tests.numerics.compare import gather_full
-from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, EngineResult, run_engine_jobs
+from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, run_engine_jobs
 from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Layout
 from tests.numerics.pairs import cover

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.numerics.cases import CASES, case_config, case_step, case_weights
 from tests.numerics.compare import LOSS_TOLERANCE_AFTER_20_STEPS, gather_full, relative_difference
-from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, EngineResult, run_engine_jobs
+from tests.numerics.engine_jobs import OPTIMIZERS, EngineJob, run_engine_jobs
 from tests.numerics.launch import Launches
 from tests.numerics.model_jobs import Layout, is_expert
 from tests.numerics.pairs import cover

@@ -17,7 +17,7 @@ import pytest
 from tests.numerics.cases import CASES, case_config, case_step, case_weights
 from tests.numerics.compare import LOSS_TOLERANCE_AFTER_20_STEPS, failures, relative_difference, step_errors
 from tests.numerics.launch import Launches
-from tests.numerics.model_jobs import STEP_SIZE, Job, Layout, RankResult, is_expert, run_jobs
+from tests.numerics.model_jobs import STEP_SIZE, Job, Layout, is_expert, run_jobs
 from tests.numerics.pairs import cover
 from tests.numerics.reference import ReferenceSGD, StepResult, reference_step
 

@@ -14,7 +14,7 @@ from cpmoe.parallel.groups import Groups
 from tests.numerics.cases import case_config, case_step, case_weights
 from tests.numerics.compare import failures, step_errors
 from tests.numerics.launch import Launches
-from tests.numerics.model_jobs import Job, Layout, RankResult, load_weights, run_jobs
+from tests.numerics.model_jobs import Job, Layout, load_weights, run_jobs
 from tests.numerics.reference import StepResult, reference_step
 
 JOBS = {

@@ -14,7 +14,7 @@ import torch
 from tests.numerics.cases import case_config, case_step, case_weights
 from tests.numerics.compare import failures, relative_difference, step_errors
 from tests.numerics.launch import Launches
-from tests.numerics.model_jobs import Job, Layout, RankResult, run_jobs
+from tests.numerics.model_jobs import Job, Layout, run_jobs
 from tests.numerics.reference import Batch, reference_step
 
 ROUTER = "model.layers.1.mlp.router.weight"
